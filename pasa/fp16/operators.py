@@ -46,13 +46,14 @@ SUMS = _names(
 )
 """Operators whose operands must have one exponent. A number among them other than 0 and infinity makes it 0."""
 
-WITH_NUMBERS = _names(
-    """
-    add add_ sub sub_ rsub masked_fill masked_fill_ fill_ clamp clamp_ clamp_min clamp_min_ clamp_max
-    constant_pad_nd eq ne lt le gt ge
-    """
-)
-"""Those among them, and comparisons, whose other arguments are numbers, not dimensions."""
+WITH_NUMBERS = {
+    **dict.fromkeys(_names("add add_ sub sub_ rsub where masked_fill masked_fill_ fill_ eq ne lt le gt ge"), 1),
+    **dict.fromkeys(_names("clamp clamp_ clamp_min clamp_min_ clamp_max"), 1),
+    "constant_pad_nd": 2,
+    "scatter": 3,
+    "scatter_": 3,
+}
+"""Those among them, and comparisons, that take numbers: the first argument that is no dimension but such a number."""
 
 PRODUCTS = _names(
     """

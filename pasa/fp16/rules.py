@@ -39,7 +39,7 @@ INFINITE = 1e30
 
 def makes_zeros(name: str, args: Any) -> bool:
     """Return whether a tensor that an operator makes is 0 everywhere, or will be written before it is read."""
-    filled = args[-1] if name in FILLS and len(args) > 1 else None
+    filled = args[-1] if name in FILLS and args else None
     return name in ZEROS or (isinstance(filled, (int, float)) and filled == 0)
 
 
@@ -49,14 +49,33 @@ def apply(tracer: Tracer, operation: Operation, args: Any, kwargs: Any, out: Any
     if name in VIEWS:
         _view(tracer, name, args, kwargs, out)
         return
-    track = _rule(name)(tracer, operation, args, kwargs)
+    changes = any(isinstance(leaf, Tensor) and not holds_values(leaf) for leaf in tree_leaves(out))
+    if "out" in kwargs or (changes and not _floats(out) and name not in COMPARISONS):
+        track = _pinned(tracer, operation, args, kwargs)  # written elsewhere, or made whole numbers
+    else:
+        track = _rule(name)(tracer, operation, args, kwargs)
     if name.endswith("_") and isinstance(args[0], Tensor):
-        written = tracer.track(args[0])  # shared with all views of the same memory
-        if written.forms is None:
-            written.forms, written.cuts, written.dim = track.forms, track.cuts, track.dim
-        written.constant = False
-        track = written
+        track = _written(tracer, args[0], track)
     tracer.put(out, track)
+
+
+def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
+    """Return the exponent of memory that an operator wrote to; it is shared with all views of the same memory."""
+    written = tracer.track(target)
+    written.constant = False
+    whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
+    if written.forms is None or (whole and not written.parameter):
+        written.forms, written.cuts, written.dim = track.forms, track.cuts, track.dim
+        return written
+    before, after = tracer.single(written), tracer.single(track)
+    if before is not None and after is not None:
+        tracer.equate(before, after, "writes to a part of a tensor")
+    return written
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether a tensor holds real or complex numbers, and not whole ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
@@ -70,7 +89,7 @@ def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
 
 
 def _floats(*operands: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(operands) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(operands) if isinstance(leaf, Tensor) and holds_values(leaf)]
 
 
 def _numbers(*operands: Any) -> list[float]:
@@ -103,7 +122,9 @@ def _view(tracer: Tracer, name: str, args: Any, kwargs: Any, out: Any) -> None:
 
 def _copy(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Keep the exponent of the first operand, part by part."""
-    return replace(tracer.track(args[0]), constant=False)
+    track = tracer.track(args[0])
+    parameter = track.parameter if operation.name in ("_to_copy", "index") else None
+    return replace(track, parameter=parameter, constant=False)
 
 
 def _homogeneous(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
@@ -126,7 +147,8 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     for form in forms[1:]:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
     if forms and operation.name in WITH_NUMBERS:
-        for number in numbers if operation.name != "constant_pad_nd" else _numbers(args[2:]):
+        first = WITH_NUMBERS[operation.name]
+        for number in numbers if first == 1 else _numbers(args[first:], kwargs):
             tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
     return _of(forms[0] if forms else None)
 

@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
 
     def track(self, value: object) -> Track:
         """Return the exponent of an operand."""
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        if not isinstance(value, Tensor) or not rules.holds_values(value):
             return Track(({},), constant=True)
         if id(value) in self._names:
             return self._parameter(value)
@@ -115,7 +115,7 @@ class Tracer(TorchDispatchMode):
     def put(self, out: Any, track: Track) -> None:
         """Give all floating-point tensors among an operation's results an exponent."""
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in self._names:
+            if isinstance(leaf, Tensor) and rules.holds_values(leaf) and id(leaf) not in self._names:
                 self._tracks[leaf] = track
 
     def _parameter(self, parameter: Tensor) -> Track:
@@ -176,9 +176,7 @@ class Tracer(TorchDispatchMode):
         out = function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
         if all(track.constant for track in tracks):
-            shared = tracks[0] if tracks and name in VIEWS else None
-            zeros = rules.makes_zeros(name, args)
-            self.put(out, shared or Track(None if zeros else ({},), constant=True))
+            self._constant(name, args, tracks, out)
             return out
         operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
         self.operations.append(operation)
@@ -186,6 +184,17 @@ class Tracer(TorchDispatchMode):
         if name not in VIEWS:
             self._record(operation, out)
         return out
+
+    def _constant(self, name: str, args: Any, tracks: list[Track], out: Any) -> None:
+        """Give a tensor that does not depend on the model the exponent 0, or every exponent if it holds zeros."""
+        zeros = rules.makes_zeros(name, args)
+        if tracks and name in VIEWS:
+            self.put(out, tracks[0])
+        elif tracks and name.endswith("_"):  # seen through all views of this memory
+            tracks[0].forms = tracks[0].forms if zeros else ({},)
+            self.put(out, tracks[0])
+        else:
+            self.put(out, Track(None if zeros else ({},), constant=True))
 
     def _record(self, operation: Operation, out: Any) -> None:
         """Keep the exponents and peaks of an operation's first result that would be FP16."""
