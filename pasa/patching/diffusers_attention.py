@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from pasa.patching.callbacks import Callbacks
+from pasa.patching.callbacks import BINDING, Callbacks
+from pasa.patching.copying import reduced_as
 from pasa.patching.sdpa_calls import calls_attention, make_attention, redirected
 
 if TYPE_CHECKING:
@@ -226,6 +228,29 @@ def redirected_processor(processor: Any, config: PasaConfig | None, backend: str
     names = {"__call__": redirected(kind.__call__, attend), "__module__": kind.__module__, "__doc__": kind.__doc__}
     twin.__class__ = type(kind.__name__, (kind,), names)
     return twin
+
+
+def redirect_module(module: Any, config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> None:
+    """Make a module whose forward calls torch's scaled_dot_product_attention run PASA; `restore_module` undoes it.
+
+    The module gets a subclass of its class. A copy of the module has its original class.
+    """
+    kind = type(module)
+    attend = make_attention(config, backend, callbacks, kind.__name__)
+    names = {"forward": redirected(kind.forward, attend), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    module.__class__ = type(kind.__name__, (kind,), names | {"__reduce_ex__": reduced_as(kind)})
+
+
+def restore_module(module: Any) -> None:
+    """Give a module back the class that it had before `redirect_module`."""
+    module.__class__ = type(module).__base__
+
+
+def calls_sdpa_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module of diffusers calls scaled_dot_product_attention itself, as those of autoencoders do."""
+    kind = type(module)
+    within = kind.__module__.startswith("diffusers.models.autoencoders.")
+    return within and (BINDING in vars(module) or calls_attention(kind.forward))
 
 
 def calls_sdpa(processor: Any) -> bool:
