@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 
 import pasa
-from tests.versions import since
+from tests.versions import INSTALLED, since
 
 hf.logging.set_verbosity_error()
 MODELS = {
@@ -96,6 +96,8 @@ def test_left_padding_changes_no_logit(small, batch, name):
 def test_caches(small, batch, name, cache):
     """A padded batch is generated with each cache; a static one has room for more keys than are written."""
     (ids, mask), (model, reference) = batch, small(name)
+    if cache == "static" and INSTALLED < (5, 0) and not model._can_compile_fullgraph:
+        pytest.skip(f"{name} has no static cache in this version of transformers")
     options = GREEDY | {"attention_mask": mask, "cache_implementation": cache}
     check_same(*both(model, reference, lambda: model.generate(ids, **options)))
 
