@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import importlib.util
 import pickle
 
@@ -278,6 +279,8 @@ def test_a_patch_of_a_model_that_has_the_name(tiny, batch):
 
 
 def test_undoing_a_patch_keeps_the_name(tiny):
+    gc.collect()  # patches that other tests left
+    pasa.patch_pipeline(tiny("qwen2", "sdpa")).unpatch()  # removes their names
     with pasa.patch_pipeline(tiny("qwen2", "sdpa")):
         assert len([name for name in AttentionInterface._global_mapping if name.startswith("pasa")]) == 2
     assert [name for name in AttentionInterface._global_mapping if name.startswith("pasa")] == ["pasa"]
