@@ -95,9 +95,34 @@ def scaled_dot_product_attention(
             attn_mask, is_causal = _causal_mask(query, key, key.shape[-2] - query.shape[-2]), False
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    return attend_as_torch(attention, query, key, value, attn_mask, is_causal, scale, enable_gqa, bottom_right)
+
+
+def attend_as_torch(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    bottom_right: bool = False,
+) -> Tensor:
+    """Attend with the shapes and the causality of torch's function by one that has those of `pasa.attention`.
+
+    Parameters
+    ----------
+    attend : callable
+        Takes 4-D query, key and value of equal head dimensions, and `attn_mask`, `is_causal` and `scale` by name.
+    query, key, value, attn_mask, is_causal, scale, enable_gqa
+        As for :func:`scaled_dot_product_attention`, of any dtype that `attend` takes.
+    bottom_right : bool
+        True: causality is aligned with the last key.
+    """
     if scale is None and value.shape[-1] > query.shape[-1]:
         scale = query.shape[-1] ** -0.5  # queries are padded below, and their own width counts
-    query, key, value = (_autocast(x) for x in (query, key, value))
+    query, key, value = autocast_inputs(query, key, value)
     width, leading = value.shape[-1], query.shape[:-2]
     if not _is_4d(query, key, value, enable_gqa):
         leading = _leading(query, key, value, enable_gqa)
@@ -105,7 +130,7 @@ def scaled_dot_product_attention(
     if is_causal and not bottom_right:
         attn_mask, is_causal, key, value = _top_left(query, key, value)
     query, key, value = equal_widths(query, key, value)
-    out: Tensor = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    out = attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
     out = out if out.shape[-1] == width else out[..., :width]
     return out if out.shape[:-2] == leading else out.reshape(*leading, *out.shape[-2:])
 
@@ -141,10 +166,12 @@ def _attended_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which torch attends to it."""
-    dtype = _attended_dtype(x)
-    return x if x.dtype == dtype else x.to(dtype)
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the dtype in which torch attends to them; `Tensor.to` returns a tensor of that dtype itself.
+
+    Under autocast, rotary embeddings leave q and k in FP32, but not v.
+    """
+    return tuple(x.to(_attended_dtype(x)) for x in tensors)
 
 
 def _check(

@@ -42,6 +42,7 @@ failed=0
 if [[ $ALL ]]; then
   "$VENV/bin/python" -m tests.mutants.run || failed=1
   bash scripts/test_transformers.sh || failed=1
+  bash scripts/test_transformers_suite.sh || failed=1
   bash scripts/test_vllm.sh || failed=1
   bash scripts/test_hf_kernel.sh || failed=1
   "$VENV/bin/pasa" eval zoo --jobs "$cores" || failed=1

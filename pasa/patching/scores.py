@@ -110,13 +110,7 @@ class Scores:
             mask = _moved(mask, self.base, heads)
         dtype = torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), values.dtype)
         q, k, v = (x.reshape(*heads, *x.shape[-2:]).to(dtype) for x in (self.q, self.k, values))
-        missing = q.shape[-1] - v.shape[-1]
-        if missing:
-            q, k, v = (
-                torch.nn.functional.pad(x, (0, max(0, each)))
-                for x, each in zip((q, k, v), (-missing, -missing, missing), strict=True)
-            )
-        out = function(q, k, v, attn_mask=mask, scale=self.scale)[..., : values.shape[-1]]
+        out = function(q, k, v, attn_mask=mask, scale=self.scale)
         return out.reshape(*self.batch, *out.shape[-2:]).to(values.dtype)
 
     @classmethod
