@@ -10,6 +10,10 @@ from typing import Any
 import pasa
 from pasa.eval.kit.embedded_model import load_model, require_built_in
 from pasa.eval.kit.gemma_model import load_gemma, require_gemma
+from pasa.eval.kit.residual_fixture import amplify_residual
+
+AMPLIFICATION = 16
+"""SmolLM2's residual stream reaches 25,487; times 16 it is beyond 4 x 65504 in 17 of 30 layers."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,23 @@ class Subject:
     overflows: bool
 
 
+def load_amplified() -> tuple[Any, Any]:
+    """Return SmolLM2 with a residual stream that FP16 cannot hold, and its tokenizer."""
+    model, tokenizer = load_model()
+    return amplify_residual(model, AMPLIFICATION), tokenizer
+
+
+def require_smollm2() -> None:
+    """Raise FileNotFoundError with the command that installs SmolLM2."""
+    require_built_in(model=True, text=False)
+
+
 SUBJECTS = {
     "gemma": Subject("Gemma-3-270m", load_gemma, require_gemma, overflows=True),
-    "smollm2": Subject("SmolLM2-135M-Instruct", load_model, lambda: require_built_in(model=True, text=False), False),
+    "smollm2": Subject("SmolLM2-135M-Instruct", load_model, require_smollm2, overflows=False),
+    "amplified": Subject(
+        f"SmolLM2-135M-Instruct, residual stream times {AMPLIFICATION}", load_amplified, require_smollm2, overflows=True
+    ),
 }
 
 

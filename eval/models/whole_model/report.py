@@ -68,8 +68,8 @@ def _overflow(title: str, arms: Mapping[str, Record]) -> list[str]:
     modules = ", ".join(dict.fromkeys(arms[arm]["first_nonfinite"]["module"] for arm in broken))
     patched = ", with patched attention as well" if broken == list(UNCONVERTED) else ""
     return [
-        f"{title} overflows FP16 by itself: its residual stream reaches {arms[REFERENCE]['residual_peak']:,.0f}, and "
-        f"FP16 ends at 65,504. The first module that is not finite is {modules}{patched}."
+        f"{title}: the residual stream reaches {arms[REFERENCE]['residual_peak']:,.0f}, and FP16 ends at 65,504. In "
+        f"FP16 the first module that is not finite is {modules}{patched}."
     ]
 
 

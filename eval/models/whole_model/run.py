@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 def run_whole_model(
-    models: Annotated[Sequence[str], "Models: gemma, smollm2."] = tuple(SUBJECTS),
+    models: Annotated[Sequence[str], "gemma, smollm2, amplified: SmolLM2 with a larger residual."] = tuple(SUBJECTS),
     arms: Annotated[Sequence[str], "Ways to run them; fp32 is always added."] = tuple(ARMS),
     tokens: Annotated[int, "Tokens of an essay to predict."] = 4000,
     chunk: Annotated[int, "Tokens to predict in one forward pass."] = 500,

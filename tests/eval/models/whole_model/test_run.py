@@ -135,7 +135,7 @@ def test_fp16_fails_where_the_residual_stream_overflows(subjects):
 def test_names_that_are_not_known_are_refused():
     with pytest.raises(ValueError, match="'fp8' is not one of fp32, bf16"):
         run.run_whole_model(arms=["fp8"])
-    with pytest.raises(ValueError, match="'llama' is not one of gemma, smollm2"):
+    with pytest.raises(ValueError, match="'llama' is not one of gemma, smollm2, amplified"):
         run.run_whole_model(models=["llama"])
 
 
