@@ -62,7 +62,7 @@ class BuildWithScript(build_py):
 setup(
     name="pasa",
     version=VERSION,
-    description="FP16 attention that cannot overflow: PASA operators for Ascend NPUs, with an exact reference",
+    description="FP16 attention that cannot overflow, for NVIDIA GPUs, Ascend NPUs, CPUs and other devices",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

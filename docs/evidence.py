@@ -311,6 +311,6 @@ LINES: Sequence[Line] = (
     Line("Video at full size", "step", _step, GPU, "#a-video"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
     Line("Several devices", "ring", _ring, GPU, "../eval/speed/ring/README.md"),
-    Line("Random calls", "soak", _soak, GPU, SPEED),
-    Line("Gradients", "gradients", _gradients, GPU, SPEED),
+    Line("Random calls", "soak", _soak, GPU, "#random-calls"),
+    Line("Gradients", "gradients", _gradients, GPU, "#gradients-and-rounding"),
 )

@@ -62,8 +62,8 @@ app.add_typer(bench)
 app.add_typer(evaluate)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(f"pasa {pasa.__version__}")
         raise typer.Exit
 

@@ -68,16 +68,11 @@ def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[s
         try:
             measured = hostile.measure(case, backend.name, device)
         except Exception as error:  # of any kind: it is what the check reports
-            return found | {"failure": in_a_line(error), "worst": str(case)}
+            return found | {"failure": output.error_line(error), "worst": str(case)}
         if measured["error"] > found["error"]:
             found |= {"error": measured["error"], "worst": str(case)}
         found |= {name: found[name] + measured[name] for name in ("faults", "outside")}
     return found | {"passed": not found["faults"] and not found["outside"] and found["error"] <= 1}
-
-
-def in_a_line(error: Exception) -> str:
-    """Return an error's type and message without line breaks."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def time_backend(name: str, device: str, beside_torch: bool) -> list[dict[str, Any]]:
@@ -91,7 +86,7 @@ def time_backend(name: str, device: str, beside_torch: bool) -> list[dict[str, A
         try:
             cost = added_cost(theirs, ours, TURNS, 1 if place.type == "cpu" else CALLS, place)
         except RuntimeError as error:  # such as too little memory, or a shape that torch's attention refuses
-            times.append({"keys": shape[2], "ms": None, "ratio": None, "failure": in_a_line(error)})
+            times.append({"keys": shape[2], "ms": None, "ratio": None, "failure": output.error_line(error)})
             continue
         ratio = 1 + cost["cost_percent"] / 100 if beside_torch else None
         times.append({"keys": shape[2], "ms": cost["extended_ms"], "ratio": ratio})

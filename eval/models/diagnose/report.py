@@ -120,7 +120,7 @@ def how_measured(result: Record) -> list[str]:
         "The largest score is taken over all pairs that a mask leaves, of all calls, in a run with PASA that does not "
         "overflow. The first module to break has finite inputs and an output that is not.",
         f"Other numbers are of the call with the largest score, from at most {settings['rows']} queries and "
-        f"{settings['batch']} batch entries against all keys, hidden by a mask or not. They can miss the largest pair.",
+        f"{settings['batch']} batch entries against all keys, masked out or not. They can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         cost(result),
     ]

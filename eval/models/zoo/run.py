@@ -169,7 +169,7 @@ def judge_one(item: Item) -> Record:
     except KeyboardInterrupt:
         built = f"not done after {BUILD_SECONDS} s"
     except Exception as error:
-        built = judging.error_line(error)
+        built = output.error_line(error)
     finally:
         signal.alarm(0)
     if isinstance(built, str):
@@ -177,7 +177,7 @@ def judge_one(item: Item) -> Record:
     try:
         return judging.judge(built[0], cases(*built))
     except Exception as error:
-        return {"verdict": "crashed", "why": judging.error_line(error)}
+        return {"verdict": "crashed", "why": output.error_line(error)}
 
 
 def count_table(result: Record) -> Table:

@@ -1,0 +1,255 @@
+"""Trace forward passes of a model for the exponents that its tensors may have, and for the largest value of each.
+
+The pass is run in BF16. It has the range of FP32, and can be distinguished from what the model itself computes in FP32:
+what is BF16 in the trace will be FP16. Every operation is seen below autograd, so it does not matter how the model is
+written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponents of its operands 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pasa.fp16 import rules
+from pasa.fp16.exponents import Equations, Form
+from pasa.fp16.operators import VIEWS
+from pasa.fp16.tracks import Cut, Track
+
+TRACED = torch.bfloat16
+"""The dtype that stands for FP16 in a trace."""
+
+
+@dataclass
+class Operation:
+    """One operation of a traced forward pass.
+
+    Attributes
+    ----------
+    name : str
+        Name of the ATen operator.
+    module : str
+        Path of the innermost module that was running.
+    sources : tuple of int
+        Operations that made its operands.
+    forms : tuple of Form
+        Exponents of its result, one for each part; empty if the result is not in the model's precision.
+    peaks : Tensor or None
+        Largest magnitude of the result, one for each part.
+    scores : bool
+        True if the result goes into a softmax, with no product of matrices in between.
+    """
+
+    name: str
+    module: str
+    sources: tuple[int, ...]
+    forms: tuple[Form, ...] = ()
+    peaks: Tensor | None = None
+    scores: bool = False
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that a module adds to a tensor and keeps in an attribute: the epsilon of a norm."""
+
+    module: str
+    attribute: str
+
+
+class Tracer(TorchDispatchMode):
+    """Collects equations between exponents, and peaks, over all forward passes that run inside it.
+
+    Parameters
+    ----------
+    models : mapping of str to torch.nn.Module
+        The models, by the names that begin the paths of their modules ("" for a model alone).
+    cuts : mapping of str to (int, tuple of cuts)
+        Parts of fused parameters that have exponents of their own, each with the dimension (from the end) that is cut.
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module], cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.equations = Equations()
+        self.cuts = cuts
+        self.wanted: dict[str, tuple[int, set[Cut]]] = {}
+        self.operations: list[Operation] = []
+        self.parameters: dict[str, Track] = {}
+        self.constants: dict[Constant, Form] = {}
+        self.offsets: dict[str, tuple[Form, float]] = {}
+        self.inputs: dict[str, dict[str, Form]] = {}
+        self.known: dict[str, set[str]] = {}
+        self.outputs: dict[str, dict[str, Form]] = {}
+        self.results: dict[str, list[int]] = {}
+        self.modules: dict[torch.nn.Module, str] = {}
+        self.stack: list[torch.nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._tracks: Any = WeakTensorKeyDictionary()
+        for prefix, model in models.items():
+            for path, module in model.named_modules():
+                self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
+            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if tensor.is_floating_point() and tensor.numel() > 1:
+                    self._names.setdefault(id(tensor), ".".join(filter(None, (prefix, path))))
+
+    @property
+    def module(self) -> str:
+        """Return the path of the innermost module that is running."""
+        return self.modules[self.stack[-1]] if self.stack else ""
+
+    def track(self, value: object) -> Track:
+        """Return the exponent of an operand."""
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return Track(({},), constant=True)
+        if id(value) in self._names:
+            return self._parameter(value)
+        return self._tracks.get(value) or Track(({},), constant=True)
+
+    def put(self, out: Any, track: Track) -> None:
+        """Give all floating-point tensors among an operation's results an exponent."""
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in self._names:
+                self._tracks[leaf] = track
+
+    def _parameter(self, parameter: Tensor) -> Track:
+        name = self._names[id(parameter)]
+        if name not in self.parameters:
+            dim, cuts = self.cuts.get(name, (-1 if parameter.ndim < 2 else -2, None))
+            names = [name] if cuts is None else [f"{name}[{':'.join(map(str, cut))}]" for cut in cuts]
+            forms = tuple(self.equations.unknown(each) for each in names)
+            self.parameters[name] = Track(forms, cuts, dim, parameter=name)
+        return self.parameters[name]
+
+    def equate(self, first: Form, second: Form, why: str) -> None:
+        """Add an equation, with the module that it comes from as its reason."""
+        self.equations.equate(first, second, f"{self.module or 'the model'} ({why})")
+
+    def single(self, track: Track) -> Form | None:
+        """Return one exponent for the whole tensor; parts that had exponents of their own are made equal."""
+        if track.forms is None:
+            return None
+        for form in track.forms[1:]:
+            self.equate(track.forms[0], form, "uses the parts of a fused tensor together")
+        return track.forms[0]
+
+    def pin(self, track: Track, why: str) -> None:
+        """Make an exponent 0."""
+        for form in track.forms or ():
+            self.equate(form, {}, why)
+
+    def add_number(self, value: float, form: Form, why: str) -> None:
+        """Scale a number that is added to a tensor of exponent `form`, or make that exponent 0.
+
+        The number can be scaled if the running module keeps it in an attribute for an epsilon.
+        """
+        if not self.equations.resolve(form):
+            return
+        held = vars(self.stack[-1]) if self.stack else {}
+        names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
+        if not names:
+            self.equate(form, {}, why)
+            return
+        place = Constant(self.module, names[0])
+        if place not in self.constants:
+            self.constants[place] = self.equations.unknown(f"{place.module}.{place.attribute}")
+        self.equate(self.constants[place], form, why)
+
+    def offset(self, track: Track, number: float) -> Track:
+        """Return the exponent of a parameter plus a number, as of the ``1 + weight`` in Gemma's norms."""
+        name = track.parameter or ""
+        if name not in self.offsets:
+            self.pin(track, "adds a number to a parameter")
+            self.offsets[name] = self.equations.unknown(f"{name} + {number:g}"), number
+        return Track((self.offsets[name][0],))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tracks = [self.track(tensor) for tensor in tensors]
+        out = function(*args, **kwargs)
+        name = function._schema.name.partition("::")[2]
+        if all(track.constant for track in tracks):
+            shared = tracks[0] if tracks and name in VIEWS else None
+            zeros = rules.makes_zeros(name, args)
+            self.put(out, shared or Track(None if zeros else ({},), constant=True))
+            return out
+        operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
+        self.operations.append(operation)
+        rules.apply(self, operation, args, kwargs, out)
+        if name not in VIEWS:
+            self._record(operation, out)
+        return out
+
+    def _record(self, operation: Operation, out: Any) -> None:
+        """Keep the exponents and peaks of an operation's first result that would be FP16."""
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            track = self._tracks.get(tensor)
+            if track is None or track.constant:
+                continue
+            track.producer = len(self.operations) - 1
+            if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
+                parts = [tensor] if track.cuts is None else [tensor[..., slice(*cut)] for cut in track.cuts]
+                operation.forms = track.forms or ()
+                operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+
+    @contextmanager
+    def running(self) -> Iterator[Tracer]:
+        """Trace what runs inside, without gradients."""
+        hooks = torch.nn.modules.module
+        handles = [hooks.register_module_forward_hook(self._leave, always_call=True)]
+        handles += [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.modules]
+        try:
+            with torch.no_grad(), self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Note which module runs; the inputs of an outermost module have exponents of their own."""
+        if not self.stack:
+            inputs = self.inputs.setdefault(self.modules[module], {})
+            for name, tensor in float_leaves(dict(bind(module, args, kwargs).arguments)):
+                self.known.setdefault(self.modules[module], set()).add(name)
+                if tensor not in self._tracks:
+                    if name not in inputs:
+                        inputs[name] = self.equations.unknown(f"input {name} of {self.modules[module] or 'the model'}")
+                    self._tracks[tensor] = Track((inputs[name],))
+        self.stack.append(module)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note which operations made a module's result; what leaves an outermost module has the exponent 0.
+
+        Hidden states that a caller asked for may have another, and are multiplied back later.
+        """
+        if not self.stack or self.stack[-1] is not module:
+            return
+        name = self.modules[module]
+        leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
+        self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
+        if len(self.stack) == 1:
+            outputs = self.outputs.setdefault(name, {})
+            hidden = [each for each in leaves if "hidden_states" in each[0] and "last_hidden" not in each[0]]
+            for path, _, track in leaves:
+                if not any(path == other for other, _, _ in hidden):
+                    self.pin(track, f"returns {path}")
+            outputs.update({path: self.single(track) or {} for path, _, track in hidden})
+        self.stack.pop()
+
+
+def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Return the arguments of a call of a module by name."""
+    return inspect.signature(module.forward).bind(*args, **kwargs)
+
+
+def float_leaves(value: Any) -> list[tuple[str, Tensor]]:
+    """Return all floating-point tensors in nested containers, each with its path."""
+    leaves, _ = tree_flatten_with_path(value)
+    return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
