@@ -47,7 +47,7 @@ class Comparison:
     nonfinite_logits: int = 0
     logits: int = 0
     losses: list[float] = field(default_factory=list)
-    agreeing: int = 0
+    differing: list[float] = field(default_factory=list)  # FP32's gap in nats where the most probable token differs
     divergences: list[float] = field(default_factory=list)
 
     def add(self, logits: torch.Tensor, ids: torch.Tensor, reference: torch.Tensor | None) -> None:
@@ -65,7 +65,9 @@ class Comparison:
             self.losses += (-q.gather(1, ids[1:][rows, None])[:, 0]).tolist()
             if reference is not None:
                 p = reference[rows].double().log_softmax(-1)
-                self.agreeing += int((ours.argmax(-1) == reference[rows].argmax(-1)).sum())
+                best = p.topk(2)
+                differs = ours.argmax(-1) != best.indices[:, 0]
+                self.differing += (best.values[:, 0] - best.values[:, 1])[differs].tolist()
                 self.divergences += (p.exp() * (p - q)).sum(-1).tolist()
 
     def summary(self, compared: bool) -> dict[str, Any]:
@@ -76,7 +78,8 @@ class Comparison:
             "nonfinite_logits": self.nonfinite_logits / self.logits,
             "loss": loss if finite else None,
             "perplexity": math.exp(loss) if finite else None,
-            "top1_agreement": self.agreeing / self.tokens if compared and finite else None,
+            "top1_agreement": 1 - len(self.differing) / self.tokens if compared and finite else None,
+            "top1_gaps": sorted(self.differing) if compared and finite else None,
             "kl": math.fsum(self.divergences) / self.tokens if compared and finite else None,
             "kl_max": max(self.divergences) if compared and finite else None,
         }
@@ -104,14 +107,16 @@ def measure(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Run a model on chunks of ids; return its record and, if `reference` (FP32's logits) is empty, its logits.
 
-    The first module with a non-finite output is looked for in every module and chunk.
+    The first module with a non-finite output is looked for in every module and chunk. FP32's record says in
+    ``rounded_logits`` what rounding its logits to FP16 costs, which no FP16 model can undercut.
     """
-    started, comparison, kept = time.perf_counter(), Comparison(), []
+    started, comparison, rounded, kept = time.perf_counter(), Comparison(), Comparison(), []
     with NonFiniteWatch({"": model}) as watch, residual_peaks(model) as peaks:
         for index, ids in enumerate(chunks):
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             comparison.add(logits, ids, reference[index] if reference else None)
             if not reference:
+                rounded.add(logits.half(), ids, logits)
                 kept.append(logits)
     record = {
         "first_nonfinite": watch.first,
@@ -119,6 +124,7 @@ def measure(
         "layer_peaks": peaks,
         "layers_beyond_fp16": sum(not peak <= FP16_MAX for peak in peaks),
         **comparison.summary(bool(reference)),
+        **({} if reference else {"rounded_logits": rounded.summary(compared=True)}),
         "seconds": round(time.perf_counter() - started, 1),
     }
     return record, kept

@@ -42,8 +42,19 @@ def table(result: Result, name: str) -> Table:
     }
     settings = result["settings"]
     title = f"{result['titles'][name]}, {settings['tokens']:,} tokens of an essay in chunks of {settings['chunk']:,}"
-    note = "Change: of the perplexity, from FP32's. KL: nats per token, from FP32's distribution."
+    note = f"Change: of the perplexity, from FP32's. KL: nats per token, from FP32's distribution.{_rounding(runs[0])}"
     return Table.of(title, runs, columns, note)
+
+
+def _rounding(base: Record) -> str:
+    """Return what FP16's logits cost even if all else were FP32's."""
+    rounded = base.get("rounded_logits")
+    if not rounded:
+        return ""
+    return (
+        f" FP32's own logits rounded to FP16: top-1 {100 * rounded['top1_agreement']:.2f} %, mean KL "
+        f"{short(rounded['kl'])}."
+    )
 
 
 def _greedy(run: Record, total: int) -> str:
@@ -80,9 +91,15 @@ def _conversion(title: str, arms: Mapping[str, Record]) -> list[str]:
         return []
     times = f", KL divergence {bf16['kl'] / ours['kl']:,.0f} times below BF16's" if bf16 and bf16["kl"] else ""
     return [
-        f"{title} after pasa.to_fp16: {100 * ours['top1_agreement']:.2f} % of the top tokens are FP32's, perplexity "
+        f"{title} after pasa.to_fp16: {100 * ours['top1_agreement']:.2f} % of the top tokens are FP32's"
+        f"{_gap(ours)}, perplexity "
         f"{change(ours['perplexity'], arms[REFERENCE]['perplexity']):+.4f} %{times}."
     ]
+
+
+def _gap(run: Record) -> str:
+    gaps = run.get("top1_gaps")
+    return f" ({len(gaps)} differ, where FP32's two best are at most {gaps[-1]:.2g} nats apart)" if gaps else ""
 
 
 def tables(result: Result) -> str:

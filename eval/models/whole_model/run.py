@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ Result = dict[str, Any]
 Record = dict[str, Any]
 PROMPT_TOKENS = 100
 TOP1, PERPLEXITY_PERCENT = 0.998, 0.02  # least agreement with FP32, and largest change of perplexity, after to_fp16
+BOUND_TOKENS = 4000
+"""For so many tokens the two bounds are meant. Means of fewer scatter more, by the root of the number."""
 KL_RATIO = 10.0  # BF16's mean KL divergence from FP32 is at least so many times that after to_fp16
 GREEDY_GAP = 0.01  # nats between FP32's two best tokens below which another greedy token is no error
 NATIVE = "FP16 products are torch's own"
@@ -140,10 +143,11 @@ def _as_fp32(run: Record, base: Record) -> dict[str, bool]:
     if not (_finite(run) and _finite(base)):
         return {"finite": False}
     moved = change(run["perplexity"], base["perplexity"])
+    scatter = max(1.0, math.sqrt(BOUND_TOKENS / run["tokens"]))
     return {
         "finite": True,
-        "top1": run["top1_agreement"] >= TOP1,
-        "perplexity": moved is not None and abs(moved) <= PERPLEXITY_PERCENT,
+        "top1": 1 - run["top1_agreement"] <= scatter * (1 - TOP1),
+        "perplexity": moved is not None and abs(moved) <= scatter * PERPLEXITY_PERCENT,
         "greedy": run["greedy_gap"] is None or run["greedy_gap"] <= GREEDY_GAP,
     }
 

@@ -53,20 +53,23 @@ def test_measures_are_their_definitions(gemma):
     base, reference = measuring.measure(gemma, ids, [])
     moved = [logits + torch.randn_like(logits) for logits in reference]
     comparison = measuring.Comparison()
-    losses, divergences, same = [], [], 0
+    losses, divergences, gaps = [], [], []
     for index, each in enumerate(ids):
         comparison.add(moved[index], each, reference[index])
         for row in range(len(each) - 1):
             p, q = (x[row].double().softmax(-1) for x in (reference[index], moved[index]))
             losses.append(-math.log(q[each[row + 1]]))
             divergences.append(float((p * (p / q).log()).sum()))
-            same += int(p.argmax() == q.argmax())
+            best = p.log().sort(descending=True).values
+            gaps += [float(best[0] - best[1])] * bool(p.argmax() != q.argmax())
     summary = comparison.summary(compared=True)
     assert summary["tokens"] == 17
     assert summary["perplexity"] == pytest.approx(math.exp(sum(losses) / 17))
     assert summary["kl"] == pytest.approx(sum(divergences) / 17)
     assert summary["kl_max"] == pytest.approx(max(divergences))
-    assert summary["top1_agreement"] == same / 17
+    assert summary["top1_agreement"] == pytest.approx(1 - len(gaps) / 17)
+    assert summary["top1_gaps"] == pytest.approx(sorted(gaps))
+    assert 0 < base["rounded_logits"]["kl"] < 1e-3
     assert base["kl"] is None
     assert base["residual_peak"] == max(base["layer_peaks"]) > measuring.FP16_MAX
     assert base["layers_beyond_fp16"] == 2
@@ -149,7 +152,9 @@ GOOD = {
 
 def judged(arm="fp32", **changes):
     """Return the names of the checks that fail when a field of one run of good runs is another."""
-    runs = {name: {"model": "gemma", "arm": name, "first_nonfinite": None, **GOOD[name]} for name in GOOD}
+    runs = {
+        name: {"model": "gemma", "arm": name, "first_nonfinite": None, "tokens": 4000, **GOOD[name]} for name in GOOD
+    }
     runs[arm] |= changes
     return [name for name, passed in run.judge(list(runs.values()))["checks"].items() if not passed]
 
@@ -161,6 +166,8 @@ def judged(arm="fp32", **changes):
         ("fp16", {"nonfinite_logits": 0.99}, ["gemma_fp16_all_nan"]),
         ("to-fp16", {"top1_agreement": 0.9979}, ["gemma_top1"]),
         ("to-fp16", {"perplexity": 25.0051}, ["gemma_perplexity"]),
+        ("to-fp16", {"perplexity": 25.0099, "top1_agreement": 0.9961, "tokens": 1000}, []),
+        ("to-fp16", {"perplexity": 25.0101, "tokens": 1000}, ["gemma_perplexity"]),
         ("to-fp16", {"perplexity": 24.9949}, ["gemma_perplexity"]),
         ("to-fp16", {"kl": 8.1e-5}, ["gemma_kl_below_bf16"]),
         ("to-fp16", {"greedy_gap": 0.02}, ["gemma_greedy"]),
