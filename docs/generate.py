@@ -36,6 +36,7 @@ from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
+from pasa.eval.models.whole_model import report as whole_model
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as calls
@@ -226,6 +227,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
+    "whole_model": block("whole_model", whole_model.tables, whole_model.verdict),
     "speed": speed_report.readme_speed,
     "decode": speed_report.readme_decode,
     "paged": speed_report.readme_paged,

@@ -26,6 +26,7 @@ from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
+from pasa.eval.models.whole_model import run as whole_model
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as random_calls
@@ -49,7 +50,7 @@ PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.
 for _group, _modules in (
     (app, (doctor, check_device, rescue)),
     (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
-    (evaluate, (bias, forced, longbench, perplexity, video, fp8, triggers, zoo)),
+    (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)

@@ -31,6 +31,7 @@ RESULTS = {
     "longbench_fp16": ROOT / "eval/models/longbench/results/fp16_model/longbench.json",
     "throughput": ROOT / "eval/models/longbench/results/model.json",
     "perplexity": ROOT / "eval/models/perplexity/results/ppl.json",
+    "whole_model": ROOT / "eval/models/whole_model/results/whole_model.json",
     "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
     "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",
     "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/unbiased.json",
