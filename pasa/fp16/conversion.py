@@ -12,6 +12,7 @@ from torch import Tensor
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import editing, running
 from pasa.fp16.handle import Fp16Report, ScaledModule
+from pasa.fp16.logits import widen_logits
 from pasa.fp16.planning import LARGEST, Peak, Plan, inside, peaks_of, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
@@ -47,6 +48,7 @@ class Conversion:
         self._tracer = Tracer(models, {})
         self._scaled_constants = False
         self._hooks: list[Any] = []
+        self._widened: list[tuple[str, Callable[[], None]]] = []
         self._counters: running.Counters | None = None
         self._name, self._undone = "", False
 
@@ -82,6 +84,7 @@ class Conversion:
         """
         self._hooks = [*running.hook_entries(self.models, self.plan, self._tracer.known)]
         self._hooks += running.hook_islands(self.models, self.plan)
+        self._widened = widen_logits(self.models)
         with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
             self.run()
         if watch.first is not None and watch.first["origin"]:
@@ -118,6 +121,9 @@ class Conversion:
         """Put everything back as it was."""
         for hook in self._hooks:
             hook.remove()
+        for _, undo in self._widened:
+            undo()
+        self._widened = []
         if self.patch is not None:
             self.patch.unpatch()
         if self._scaled_constants:
@@ -129,6 +135,7 @@ class Conversion:
         """Return what was done; see :class:`Fp16Report`."""
         fp32 = [*self.plan.islands.items()]
         fp32 += [(name, f"the model adds {number:g} to it") for name, (_, number) in self.plan.offsets.items()]
+        fp32 += [(f"result of {name}", "FP16 makes near logits equal") for name, _ in self._widened]
         beyond = self._counters.beyond() if self._counters is not None else {}
         return Fp16Report(
             model=self._name,
