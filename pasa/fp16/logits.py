@@ -18,7 +18,7 @@ ROWS = 16384
 
 def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Callable[[], None]]]:
     """Let the heads of language models return FP32; return their paths, each with a function that undoes it."""
-    widened = []
+    widened: list[tuple[str, Callable[[], None]]] = []
     for prefix, model in models.items():
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16 or "forward" in vars(head):
