@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Calla
     """Let the heads of language models return FP32; return their paths, each with a function that undoes it."""
     widened: list[tuple[str, Callable[[], None]]] = []
     for prefix, model in models.items():
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = embeddings()
         if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16 or "forward" in vars(head):
             continue
-        head.forward = Product(head)  # type: ignore[method-assign]
+        head.forward = Product(head)
         path = next(name for name, module in model.named_modules() if module is head)
         widened.append((".".join(filter(None, (prefix, path))), partial(delattr, head, "forward")))
     return widened
