@@ -22,6 +22,12 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
                 yield ".".join(filter(None, (prefix, path))), tensor
 
 
+def parameter_names(models: Models) -> list[str]:
+    """Return the paths of the floating-point parameters that :func:`named_tensors` yields, without buffers."""
+    parameters = {id(each) for model in models.values() for each in model.parameters()}
+    return [name for name, tensor in named_tensors(models) if id(tensor) in parameters]
+
+
 def module_at(models: Models, path: str) -> torch.nn.Module:
     """Return the module at a path that begins with the name of its model."""
     prefix, _, rest = path.partition(".")

@@ -213,6 +213,8 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
                     "hold and no power of two can scale"
                 )
             island = island.rpartition(".")[0]
+            while island and island not in tracer.results:  # a list of modules does not run
+                island = island.rpartition(".")[0]
         if not inside(island, islands):
             islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
             islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled"
