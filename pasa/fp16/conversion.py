@@ -65,7 +65,7 @@ class Conversion:
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
-        peaks = {name: float(data.abs().max()) if data.numel() else 0.0 for name, data in self.originals.items()}
+        peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
         self._unreached = guards.scale_unreached(tracer, self.plan, shapes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pasa.fp16.editing import Models, module_at
+from pasa.fp16.editing import Models, module_at, named_tensors
 from pasa.fp16.planning import Plan, inside
 from pasa.fp16.tracing import Constant, Tracer
 
@@ -60,12 +60,12 @@ def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterabl
 
     Layers are the innermost modules that are guarded, so that a forward pass does not become slower.
     """
-    scaled = {place.module for place in plan.constants}
-    scaled |= {name.rpartition(".")[0] for name in (*plan.scales, *plan.offsets)}
+    scaled: set[object] = {module_at(models, place.module) for place in plan.constants}
+    scaled |= {tensor for name, tensor in named_tensors(models) if name in plan.scales or name in plan.offsets}
     entries = {id(module_at(models, name)): name for name in plan.inputs}
     for prefix, model in models.items():
         for path, module in _guarded(model, prefix, {module_at(models, name) for name in plan.inputs}):
-            if any(contains(path, name) for name in scaled):
+            if not scaled.isdisjoint((*module.modules(), *module.parameters(), *module.buffers())):
                 callers = [name for name in entries.values() if contains(name, path)] or [prefix]
                 caller = max(callers, key=len) or type(model).__name__
                 yield module.register_forward_pre_hook(_Guard(path, caller, entered))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
@@ -100,14 +100,14 @@ def exponent(form: Form, values: dict[int, int]) -> int:
     return int(total)
 
 
-def plan_for(tracer: Tracer, parameter_peaks: dict[str, float], margin: float) -> Plan:
+def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
     """Choose all powers of two for what a tracer saw.
 
     Parameters
     ----------
     tracer : Tracer
-    parameter_peaks : dict of str to float
-        Largest magnitude of each parameter and buffer.
+    parameter_peaks : mapping of str to sequence of float
+        Largest magnitude of each part of the parameters and buffers that the trace met.
     margin : float
         Factor between the scaled peaks of the trace and 65504.
 
@@ -122,8 +122,9 @@ def plan_for(tracer: Tracer, parameter_peaks: dict[str, float], margin: float) -
     plan.islands = find_islands(tracer, plan.peaks)
     counted = [peak for peak in plan.peaks if not inside(peak.module, plan.islands)]
     for name, track in tracer.parameters.items():
-        for form in track.forms if track.forms and not inside(name, plan.islands) else ():
-            counted.append(Peak(name, "parameter", tracer.equations.resolve(form), parameter_peaks[name], 1.0))
+        if not inside(name, plan.islands):
+            for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
+                counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
     plan.values = choose(counted)
     _collect(tracer, plan)
     return plan
