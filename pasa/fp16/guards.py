@@ -69,7 +69,7 @@ def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterabl
                 callers = [name for name in entries.values() if contains(name, path)] or [prefix]
                 caller = max(callers, key=len) or type(model).__name__
                 yield module.register_forward_pre_hook(_Guard(path, caller, entered))
-    for path in unreached if scaled else ():
+    for path in unreached if scaled else ():  # modules of one model may write to a tensor that is scaled
         yield module_at(models, path).register_forward_pre_hook(_Unreached(path))
 
 

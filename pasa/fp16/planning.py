@@ -141,7 +141,9 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                     f"to_fp16: {operation.module or 'the model'} computes {value} in {operation.name} already in BF16, "
                     "which has the range of FP32: no power of two helps; pass a sample that fits the model"
                 )
-            yield Peak(operation.module, operation.name, tracer.equations.resolve(form), value, margin, index)
+            resolved = tracer.equations.resolve(form)
+            if resolved or operation.name != "input":  # an input that cannot be scaled is the caller's
+                yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
 def choose(peaks: list[Peak]) -> dict[int, int]:

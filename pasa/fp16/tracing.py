@@ -248,11 +248,23 @@ class Tracer(TorchDispatchMode):
                 self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
                 return views[id(tensor)]
             view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
-            self._tracks[view] = Track((inputs[path],))
+            operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
+            if operation.forms:
+                operation.peaks = self._peak(view)
+            self.operations.append(operation)
+            self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
             return view
 
         bound.arguments.update(_replaced(dict(bound.arguments), enter))
         return bound.args, bound.kwargs
+
+    def _peak(self, tensor: Tensor) -> Tensor:
+        """Return the largest magnitude of a tensor, unseen by the trace."""
+        self._paused = True
+        try:
+            return tensor.abs().amax().float().reshape(1)
+        finally:
+            self._paused = False
 
     def _times(self, tensor: Tensor, power: int) -> Tensor:
         """Return a new tensor object with a tensor's values times a power of two, unseen by the trace."""

@@ -75,6 +75,16 @@ def _ids_alone() -> dict[str, Any]:
     return {"input_ids": IDS}
 
 
+def _image_and_ids() -> dict[str, Any]:
+    ids = torch.cat([IDS[:, :4], torch.full((2, 16), 99).reshape(1, -1), IDS[:, 4:]], 1)
+    return {"input_ids": ids, **_image(), "use_cache": False}
+
+
+def _image_and_typed_ids() -> dict[str, Any]:
+    inputs = _image_and_ids()
+    return {**inputs, "token_type_ids": (inputs["input_ids"] == 99).long()}
+
+
 _DECODER = {**SIZES, **HEADS}
 _T5 = {"vocab_size": 128, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 _T5_LARGE = {"wo": 1e4, "wi.": 1e3, "wi_1": 1e3}
@@ -218,6 +228,32 @@ FAMILIES = {
         _ids_alone,
     ),
     "siglip_vision": Family("SiglipVisionModel", "SiglipVisionConfig", _VISION, {"layers.0.mlp.fc2": 1e6}, _image),
+    "llava": Family(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+            "text_config": {**_DECODER, "model_type": "qwen2"},
+            "image_token_index": 99,
+        },
+        {**GATED, "mlp.fc2": 1e5},
+        _image_and_ids,
+    ),
+    "gemma3_image": Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "vision_config": _VISION,
+            "text_config": {**_DECODER, "head_dim": 16, "pad_token_id": 0},
+            "mm_tokens_per_image": 16,
+            "image_token_index": 99,
+            "boi_token_index": 97,
+            "eoi_token_index": 98,
+        },
+        {"post_feedforward_layernorm": 6e4, "mlp.fc2": 1e6},
+        _image_and_typed_ids,
+        tolerance=1e-6,
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         "GptOssConfig",

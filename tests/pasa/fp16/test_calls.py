@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pasa
+from pasa.fp16.conversion import Conversion
 from tests.pasa.fp16.models import FAMILIES, IDS, large
 
 PROMPTS = torch.tensor([[0, 0, 7, 8, 9, 10], [20, 21, 22, 23, 24, 25]])
@@ -97,6 +98,33 @@ def test_embeddings_of_the_original_model_are_scaled_where_they_enter(family, dt
         pasa.to_fp16(model, {"inputs_embeds": embeddings, "use_cache": False})
         result = model(inputs_embeds=embeddings.to(dtype), use_cache=False).logits
     torch.testing.assert_close(result.float(), truth, rtol=0, atol=5e-3 * truth.abs().max().item())
+
+
+class Projector(torch.nn.Module):
+    """Two models in a row: the second reads a hidden state of the first, as pipelines and image projectors do."""
+
+    def __init__(self, tower) -> None:
+        super().__init__()
+        self.tower, self.norm = tower, torch.nn.LayerNorm(32)
+
+
+def test_a_hidden_state_of_one_model_that_another_reads():
+    """The state passes 65504: it leaves in FP32, and is scaled and rounded where it enters."""
+    model = Projector(large("clip_vision")).eval()
+    pixels = torch.randn(1, 3, 16, 16)
+
+    def run():
+        with torch.no_grad():
+            dtype = model.tower.dtype
+            return model.norm(model.tower(pixels.to(dtype), output_hidden_states=True).hidden_states[-2])
+
+    truth = run()
+    conversion = Conversion({"": model}, run, 4.0)
+    conversion.plan_and_convert()
+    conversion.run_in_fp16()
+    assert conversion.plan.outputs["tower"]
+    assert conversion.plan.inputs["norm"]
+    torch.testing.assert_close(run().float(), truth, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma", "gpt2"])

@@ -35,7 +35,7 @@ def test_scaling_changes_nothing_in_fp64(family):
     model = large(family)
     plan = plan_of(model, family)
     assert plan.scales
-    assert not plan.islands
+    assert set(plan.islands) <= {"model.multi_modal_projector"}, "LLaVA's reads a stream without a norm, through GELU"
     model = model.double()
     truth = outputs(model, family)
     editing.scale_in_place({"": model}, plan)
