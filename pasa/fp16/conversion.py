@@ -84,7 +84,9 @@ class Conversion:
             A module returns infinity or NaN.
         """
         entered = guards.Entered()
-        self._hooks = [*running.hook_entries(self.models, self.plan, self._tracer.known, entered)]
+        self._hooks = [
+            *running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
+        ]
         self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan)
         with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():

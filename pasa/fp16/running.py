@@ -15,11 +15,24 @@ from pasa.fp16.guards import Entered
 from pasa.fp16.planning import LARGEST, Plan
 from pasa.fp16.tracing import bind, float_leaves
 
+HARMLESS = [
+    "mask",
+    "past_key_values",
+    "cache",
+    "position_embeddings",
+    "timestep",
+    "attentions",
+    "router_logits",
+    "loss",
+]
+"""Parts of the names of inputs and outputs that are never scaled, or only between two calls of one model."""
 EVERY = 16
 """Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
 
 
-def hook_entries(models: Models, plan: Plan, known: dict[str, dict[str, bool]], entered: Entered) -> Iterable[Any]:
+def hook_entries(
+    models: Models, plan: Plan, known: dict[str, dict[str, bool]], entered: Entered, returned: dict[str, set[str]]
+) -> Iterable[Any]:
     """Scale what enters and restore what leaves the outermost modules; refuse tensors that the sample did not hold.
 
     Parameters
@@ -29,12 +42,17 @@ def hook_entries(models: Models, plan: Plan, known: dict[str, dict[str, bool]], 
         the model's precision.
     entered : Entered
         Notes which of them are running. Within another one nothing is scaled.
+    returned : dict of str to set of str
+        Paths of the floating-point outputs of each of them, as the trace saw them.
     """
     for name in plan.inputs:
         module = module_at(models, name)
         inputs = _Inputs(name, type(module).__name__, plan.inputs[name], known.get(name, {}), entered)
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
-        yield module.register_forward_hook(_Outputs(name, plan.outputs.get(name, {}), entered), always_call=True)
+        outputs = _Outputs(
+            name, plan.outputs.get(name, {}), entered, returned.get(name, set()) if plan.scales else None
+        )
+        yield module.register_forward_hook(outputs, always_call=True)
 
 
 class _Inputs:
@@ -75,8 +93,8 @@ class _Inputs:
 
 
 def _harmless(path: str) -> bool:
-    """Return whether a tensor under this name is never added to a tensor that may be scaled."""
-    return any(part in path for part in ("mask", "past_key_values", "cache", "position_embeddings", "timestep"))
+    """Return whether a tensor under this name is never scaled, nor added to a tensor that may be."""
+    return any(part in path for part in HARMLESS)
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
@@ -87,11 +105,19 @@ def has_adapters(module: torch.nn.Module) -> bool:
 class _Outputs:
     """Multiplies hidden states that leave a model back, in FP32, because FP16 could not hold them."""
 
-    def __init__(self, path: str, powers: dict[str, int], entered: Entered) -> None:
-        self.path, self.powers, self.entered = path, powers, entered
+    def __init__(self, path: str, powers: dict[str, int], entered: Entered, known: set[str] | None) -> None:
+        self.path, self.powers, self.entered, self.known = path, powers, entered, known
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if not self.entered.leave(self.path) or not self.powers:
+        if not self.entered.leave(self.path):
+            return output
+        unknown = [path for path, _ in float_leaves(output) if self.known is not None and path not in self.known]
+        if unknown := [path for path in unknown if not _harmless(path)]:
+            raise ValueError(
+                f"to_fp16: {self.path or type(module).__name__} was scaled for calls that do not return {unknown[0]}, "
+                "whose power of two is not known: undo, and pass a sample that returns it"
+            )
+        if not self.powers:
             return output
         leaves, spec = tree_flatten_with_path(output)
         powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]

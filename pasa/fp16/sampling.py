@@ -29,8 +29,8 @@ def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
     if sample is None:
         return _built_in(model_or_pipeline)
     if isinstance(sample, Tensor):
-        dtype = _dtype(model_or_pipeline)
-        return lambda: model_or_pipeline(_cast(sample, dtype, _dtype(model_or_pipeline)))
+        dtype, asked = _dtype(model_or_pipeline), _all_hidden_states(model_or_pipeline)
+        return lambda: model_or_pipeline(_cast(sample, dtype, _dtype(model_or_pipeline)), **asked)
     if isinstance(sample, Mapping):
         return _repeated(model_or_pipeline, sample)
     if callable(sample):
@@ -46,6 +46,7 @@ def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[
     generators = [value for value in arguments.values() if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     dtype = _dtype(model_or_pipeline)
+    arguments = {**_all_hidden_states(model_or_pipeline), **arguments}
 
     def run() -> object:
         for generator, state in zip(generators, states, strict=True):
@@ -64,6 +65,15 @@ def _dtype(model_or_pipeline: Any) -> torch.dtype | None:
     if not isinstance(model_or_pipeline, torch.nn.Module):
         return None
     return next((each.dtype for each in model_or_pipeline.parameters() if each.is_floating_point()), None)
+
+
+def _all_hidden_states(model: Any) -> dict[str, Any]:
+    """Return the argument that asks a model of transformers for all hidden states, so that their powers are known."""
+    if not hasattr(getattr(model, "config", None), "output_hidden_states"):
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    accepts = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return {"output_hidden_states": True} if accepts or "output_hidden_states" in parameters else {}
 
 
 def _cast(value: Any, original: torch.dtype | None, now: torch.dtype | None) -> Any:
@@ -85,7 +95,7 @@ def _run_encoder(model: Any, arguments: Mapping[str, Any]) -> None:
     inputs = {name: value for name, value in arguments.items() if name in names and isinstance(value, Tensor)}
     if inputs:
         rest = {name: value for name, value in arguments.items() if name not in ("input_ids", "inputs_embeds")}
-        model(**rest, encoder_outputs=encoder(**inputs, return_dict=True))
+        model(**rest, encoder_outputs=encoder(**inputs, **_all_hidden_states(encoder), return_dict=True))
 
 
 def _built_in(model_or_pipeline: Any) -> Callable[[], object]:

@@ -95,6 +95,7 @@ class Tracer(TorchDispatchMode):
         self.offsets: dict[str, tuple[Form, float]] = {}
         self.inputs: dict[str, dict[str, Form]] = {}
         self.known: dict[str, dict[str, bool]] = {}
+        self.returned: dict[str, set[str]] = {}
         self._powers = inputs, outputs
         self._paused = False
         self.outputs: dict[str, dict[str, Form]] = {}
@@ -298,6 +299,7 @@ class Tracer(TorchDispatchMode):
                     self.pin(self.track(tensor), "returns it")
 
         def leave(path: str, tensor: Tensor) -> Tensor:
+            self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
             if track.constant or not ("hidden_state" in path or isinstance(module, torch.nn.Embedding)):
                 self.pin(track, f"returns {path}")

@@ -80,6 +80,25 @@ def test_an_interrupted_call_leaves_nothing_behind():
         model.model(IDS)
 
 
+@pytest.mark.parametrize("sample", [None, IDS, {"input_ids": IDS}], ids=["built-in", "tensor", "arguments"])
+def test_hidden_states_are_true_although_the_sample_does_not_ask_for_them(sample):
+    model = large("qwen2_tied")
+    with torch.no_grad():
+        truth = model(IDS, output_hidden_states=True).hidden_states
+        pasa.to_fp16(model, sample)
+        result = model(IDS, output_hidden_states=True).hidden_states
+    for one, other in zip(result, truth, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0, atol=5e-3 * other.abs().max().item())
+
+
+def test_hidden_states_that_a_sample_function_does_not_return_are_refused():
+    model = large("qwen2_tied")
+    pasa.to_fp16(model, lambda each: each(IDS))
+    assert model(IDS, labels=IDS).loss.isfinite()
+    with pytest.raises(ValueError, match=r"calls that do not return \['hidden_states'\]"):
+        model(IDS, output_hidden_states=True)
+
+
 def test_embeddings_that_the_sample_did_not_hold_are_refused():
     model = large("qwen2_tied")
     embeddings = model.get_input_embeddings()(IDS).detach()
