@@ -58,6 +58,12 @@ def to_fp16(
         The object is no model; the sample does not fit; the margin is below 1.
 
     The model is unchanged after an error.
+
+    Notes
+    -----
+    The converted model is called as the sample called it. A module within it raises an error if it is called on its
+    own, because its results are scaled. So does an input or a module that the sample did not use. A sample that is a
+    function can make several calls, for example one with ``input_ids`` and one with ``inputs_embeds``.
     """
     models = components_of(model_or_pipeline, "to_fp16")
     _check(models, margin, keep_original)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pasa.first_nonfinite import NonFiniteWatch
-from pasa.fp16 import editing, running
+from pasa.fp16 import editing, guards, running
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
 from pasa.fp16.planning import LARGEST, Peak, Plan, inside, peaks_of, plan_for
@@ -45,6 +45,7 @@ class Conversion:
         self.plan = Plan()
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
+        self._unreached: list[str] = []
         self._tracer = Tracer(models, {})
         self._scaled_constants = False
         self._hooks: list[Any] = []
@@ -66,12 +67,14 @@ class Conversion:
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
-        peaks = {name: float(data.abs().max()) if data.numel() else 0.0 for name, data in self.originals.items()}
+        peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
+        shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
+        self._unreached = guards.scale_unreached(tracer, self.plan, shapes)
         self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
-        _confirm(self.plan, self._trace(cuts))
+        _confirm(self.plan, self._trace(cuts, self.plan))
         self._set(dict(self._in_fp16(fixed)))
 
     def run_in_fp16(self) -> None:
@@ -82,7 +85,11 @@ class Conversion:
         RuntimeError
             A module returns infinity or NaN.
         """
-        self._hooks = [*running.hook_entries(self.models, self.plan, self._tracer.known)]
+        entered = guards.Entered()
+        self._hooks = [
+            *running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
+        ]
+        self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan)
         self._widened = widen_logits(self.models)
         with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
@@ -155,8 +162,8 @@ class Conversion:
         for name, tensor in self._tensors().items():
             tensor.data = data[name]
 
-    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> Tracer:
-        tracer = Tracer(self.models, cuts)
+    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], plan: Plan | None = None) -> Tracer:
+        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs) if plan else Tracer(self.models, cuts)
         with _seeded(), tracer.running():
             self.run()
         return tracer

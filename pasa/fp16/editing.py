@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.fp16.planning import Plan
+from pasa.fp16.tracks import Track
 
 Models = Mapping[str, torch.nn.Module]
 
@@ -20,6 +21,12 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
             if tensor.is_floating_point() and id(tensor) not in met:
                 met.add(id(tensor))
                 yield ".".join(filter(None, (prefix, path))), tensor
+
+
+def parameter_names(models: Models) -> list[str]:
+    """Return the paths of the floating-point parameters that :func:`named_tensors` yields, without buffers."""
+    parameters = {id(each) for model in models.values() for each in model.parameters()}
+    return [name for name, tensor in named_tensors(models) if id(tensor) in parameters]
 
 
 def module_at(models: Models, path: str) -> torch.nn.Module:
@@ -41,6 +48,14 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
         part = result if cut is None else result.transpose(dim, -1)[..., slice(*cut)]
         part.mul_(2.0**-power)
     return result
+
+
+def peaks(tensor: Tensor, track: Track) -> list[float]:
+    """Return the largest magnitude of a parameter, part by part."""
+    parts = [
+        tensor if cut is None else tensor.transpose(track.dim, -1)[..., slice(*cut)] for cut in track.cuts or [None]
+    ]
+    return [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
 
 
 def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
@@ -100,14 +100,14 @@ def exponent(form: Form, values: dict[int, int]) -> int:
     return int(total)
 
 
-def plan_for(tracer: Tracer, parameter_peaks: dict[str, float], margin: float) -> Plan:
+def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
     """Choose all powers of two for what a tracer saw.
 
     Parameters
     ----------
     tracer : Tracer
-    parameter_peaks : dict of str to float
-        Largest magnitude of each parameter and buffer.
+    parameter_peaks : mapping of str to sequence of float
+        Largest magnitude of each part of the parameters and buffers that the trace met.
     margin : float
         Factor between the scaled peaks of the trace and 65504.
 
@@ -122,8 +122,9 @@ def plan_for(tracer: Tracer, parameter_peaks: dict[str, float], margin: float) -
     plan.islands = find_islands(tracer, plan.peaks)
     counted = [peak for peak in plan.peaks if not inside(peak.module, plan.islands)]
     for name, track in tracer.parameters.items():
-        for form in track.forms if track.forms and not inside(name, plan.islands) else ():
-            counted.append(Peak(name, "parameter", tracer.equations.resolve(form), parameter_peaks[name], 1.0))
+        if not inside(name, plan.islands):
+            for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
+                counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
     plan.values = choose(counted)
     _collect(tracer, plan)
     return plan
@@ -140,7 +141,9 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                     f"to_fp16: {operation.module or 'the model'} computes {value} in {operation.name} already in BF16, "
                     "which has the range of FP32: no power of two helps; pass a sample that fits the model"
                 )
-            yield Peak(operation.module, operation.name, tracer.equations.resolve(form), value, margin, index)
+            resolved = tracer.equations.resolve(form)
+            if resolved or operation.name != "input":  # an input that cannot be scaled is the caller's
+                yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
 def choose(peaks: list[Peak]) -> dict[int, int]:
@@ -213,6 +216,8 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
                     "hold and no power of two can scale"
                 )
             island = island.rpartition(".")[0]
+            while island and island not in tracer.results:  # a list of modules does not run
+                island = island.rpartition(".")[0]
         if not inside(island, islands):
             islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
             islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled"

@@ -11,36 +11,60 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from pasa.fp16.editing import Models, module_at
+from pasa.fp16.guards import Entered
 from pasa.fp16.planning import LARGEST, Plan
 from pasa.fp16.tracing import bind, float_leaves
 
+HARMLESS = [
+    "mask",
+    "past_key_values",
+    "cache",
+    "position_embeddings",
+    "timestep",
+    "attentions",
+    "router_logits",
+    "loss",
+]
+"""Parts of the names of inputs and outputs that are never scaled, or only between two calls of one model."""
 EVERY = 16
 """Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
 
 
-def hook_entries(models: Models, plan: Plan, known: dict[str, set[str]]) -> Iterable[Any]:
+def hook_entries(
+    models: Models, plan: Plan, known: dict[str, dict[str, bool]], entered: Entered, returned: dict[str, set[str]]
+) -> Iterable[Any]:
     """Scale what enters and restore what leaves the outermost modules; refuse tensors that the sample did not hold.
 
     Parameters
     ----------
-    known : dict of str to set of str
-        Paths of the floating-point inputs of each outermost module, as the trace saw them.
+    known : dict of str to dict of str to bool
+        Paths of the floating-point inputs of each outermost module, as the trace saw them, each with whether it was in
+        the model's precision.
+    entered : Entered
+        Notes which of them are running. Within another one nothing is scaled.
+    returned : dict of str to set of str
+        Paths of the floating-point outputs of each of them, as the trace saw them.
     """
     for name in plan.inputs:
         module = module_at(models, name)
-        inputs = _Inputs(name or type(module).__name__, plan.inputs[name], known.get(name, set()))
+        inputs = _Inputs(name, type(module).__name__, plan.inputs[name], known.get(name, {}), entered)
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
-        if plan.outputs.get(name):
-            yield module.register_forward_hook(_Outputs(plan.outputs[name]))
+        outputs = _Outputs(
+            name, plan.outputs.get(name, {}), entered, returned.get(name, set()) if plan.scales else None
+        )
+        yield module.register_forward_hook(outputs, always_call=True)
 
 
 class _Inputs:
     """Scales the inputs of an outermost module."""
 
-    def __init__(self, name: str, powers: dict[str, int], known: set[str]) -> None:
-        self.name, self.powers, self.known = name, powers, known
+    def __init__(self, path: str, kind: str, powers: dict[str, int], known: dict[str, bool], entered: Entered) -> None:
+        self.path, self.name, self.powers, self.known, self.entered = path, path or kind, powers, known, entered
+        self.narrow = {name for name, narrow in known.items() if narrow}
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.entered.enter(self.path):
+            return None
         bound = bind(module, args, kwargs)
         unknown = [path for path, _ in float_leaves(bound.arguments) if path not in self.known and not _harmless(path)]
         if unknown:
@@ -53,18 +77,24 @@ class _Inputs:
                 f"to_fp16: an adapter was loaded into {self.name} after it was scaled, and writes unscaled values: "
                 "undo, load (or merge) the adapter, then call to_fp16 again"
             )
-        if not self.powers:
+        if not self.narrow and not self.powers:
             return None
         leaves, spec = tree_flatten_with_path(dict(bound.arguments))
-        powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
-        values = [leaf * 2.0**-power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
-        bound.arguments.update(tree_unflatten(values, spec))
+        bound.arguments.update(tree_unflatten([self._scaled(keystr(path), leaf) for path, leaf in leaves], spec))
         return bound.args, bound.kwargs
+
+    def _scaled(self, path: str, leaf: Any) -> Any:
+        """Return an input times its power of two, and in FP16 where the trace had it in the model's precision."""
+        if path not in self.known or not isinstance(leaf, Tensor):
+            return leaf
+        power = self.powers.get(path, 0)
+        leaf = leaf * 2.0**-power if power else leaf
+        return leaf.half() if path in self.narrow else leaf
 
 
 def _harmless(path: str) -> bool:
-    """Return whether a tensor under this name is never added to a tensor that may be scaled."""
-    return any(part in path for part in ("mask", "past_key_values", "cache", "position_embeddings", "timestep"))
+    """Return whether a tensor under this name is never scaled, nor added to a tensor that may be."""
+    return any(part in path for part in HARMLESS)
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
@@ -75,10 +105,20 @@ def has_adapters(module: torch.nn.Module) -> bool:
 class _Outputs:
     """Multiplies hidden states that leave a model back, in FP32, because FP16 could not hold them."""
 
-    def __init__(self, powers: dict[str, int]) -> None:
-        self.powers = powers
+    def __init__(self, path: str, powers: dict[str, int], entered: Entered, known: set[str] | None) -> None:
+        self.path, self.powers, self.entered, self.known = path, powers, entered, known
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if not self.entered.leave(self.path):
+            return output
+        unknown = [path for path, _ in float_leaves(output) if self.known is not None and path not in self.known]
+        if unknown := [path for path in unknown if not _harmless(path)]:
+            raise ValueError(
+                f"to_fp16: {self.path or type(module).__name__} was scaled for calls that do not return {unknown[0]}, "
+                "whose power of two is not known: undo, and pass a sample that returns it"
+            )
+        if not self.powers:
+            return output
         leaves, spec = tree_flatten_with_path(output)
         powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
         values = [leaf.float() * 2.0**power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]

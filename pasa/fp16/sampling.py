@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 TOKENS = 256
 """Length of the built-in sequence of token ids."""
@@ -28,7 +29,8 @@ def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
     if sample is None:
         return _built_in(model_or_pipeline)
     if isinstance(sample, Tensor):
-        return lambda: model_or_pipeline(sample)
+        dtype, asked = _dtype(model_or_pipeline), _all_hidden_states(model_or_pipeline)
+        return lambda: model_or_pipeline(_cast(sample, dtype, _dtype(model_or_pipeline)), **asked)
     if isinstance(sample, Mapping):
         return _repeated(model_or_pipeline, sample)
     if callable(sample):
@@ -43,13 +45,57 @@ def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[
     """Return a run that gives the same result each time: random generators among the arguments begin anew."""
     generators = [value for value in arguments.values() if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
+    dtype = _dtype(model_or_pipeline)
+    arguments = {**_all_hidden_states(model_or_pipeline), **arguments}
 
     def run() -> object:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        return model_or_pipeline(**arguments)
+        now = _dtype(model_or_pipeline)
+        cast = {name: _cast(value, dtype, now) for name, value in arguments.items()}
+        if isinstance(model_or_pipeline, torch.nn.Module):
+            _run_encoder(model_or_pipeline, cast)
+        return model_or_pipeline(**cast)
 
     return run
+
+
+def _dtype(model_or_pipeline: Any) -> torch.dtype | None:
+    """Return the precision of a model, or None for a pipeline, which casts its inputs itself."""
+    if not isinstance(model_or_pipeline, torch.nn.Module):
+        return None
+    return next((each.dtype for each in model_or_pipeline.parameters() if each.is_floating_point()), None)
+
+
+def _all_hidden_states(model: Any) -> dict[str, Any]:
+    """Return the argument that asks a model of transformers for all hidden states, so that their powers are known."""
+    if not hasattr(getattr(model, "config", None), "output_hidden_states"):
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    accepts = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return {"output_hidden_states": True} if accepts or "output_hidden_states" in parameters else {}
+
+
+def _cast(value: Any, original: torch.dtype | None, now: torch.dtype | None) -> Any:
+    """Return a value with its tensors in the model's present precision, if they were in its original one.
+
+    Tensors with fewer than two dimensions, such as time steps, stay.
+    """
+    if original is None or now is None:
+        return value
+    return tree_map_only(Tensor, lambda each: each.to(now) if each.dtype == original and each.ndim > 1 else each, value)
+
+
+def _run_encoder(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Run an encoder by itself, and the model on its result, as `generate` does."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False) or "encoder_outputs" in arguments:
+        return
+    encoder = model.get_encoder()
+    names = inspect.signature(encoder.forward).parameters
+    inputs = {name: value for name, value in arguments.items() if name in names and isinstance(value, Tensor)}
+    if inputs:
+        rest = {name: value for name, value in arguments.items() if name not in ("input_ids", "inputs_embeds")}
+        model(**rest, encoder_outputs=encoder(**inputs, **_all_hidden_states(encoder), return_dict=True))
 
 
 def _built_in(model_or_pipeline: Any) -> Callable[[], object]:
@@ -73,7 +119,7 @@ def _built_in(model_or_pipeline: Any) -> Callable[[], object]:
     arguments: dict[str, Any] = {"input_ids": ids.to(model.device)}
     if "decoder_input_ids" in names:
         arguments["decoder_input_ids"] = arguments["input_ids"][:, :16]
-    return lambda: model(**arguments)
+    return _repeated(model, arguments)
 
 
 def _run_of_pipeline(pipeline: Any, names: Mapping[str, object]) -> Callable[[], object]:

@@ -8,15 +8,16 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
@@ -73,9 +74,17 @@ class Tracer(TorchDispatchMode):
         The models, by the names that begin the paths of their modules ("" for a model alone).
     cuts : mapping of str to (int, tuple of cuts)
         Parts of fused parameters that have exponents of their own, each with the dimension (from the end) that is cut.
+    inputs, outputs : mapping of str to mapping of str to int
+        Exponents by which the inputs of outermost modules are scaled, and some of their outputs are scaled back.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        inputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        outputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.equations = Equations()
         self.cuts = cuts
@@ -85,7 +94,10 @@ class Tracer(TorchDispatchMode):
         self.constants: dict[Constant, Form] = {}
         self.offsets: dict[str, tuple[Form, float]] = {}
         self.inputs: dict[str, dict[str, Form]] = {}
-        self.known: dict[str, set[str]] = {}
+        self.known: dict[str, dict[str, bool]] = {}
+        self.returned: dict[str, set[str]] = {}
+        self._powers = inputs, outputs
+        self._paused = False
         self.outputs: dict[str, dict[str, Form]] = {}
         self.results: dict[str, list[int]] = {}
         self.modules: dict[torch.nn.Module, str] = {}
@@ -171,6 +183,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         tracks = [self.track(tensor) for tensor in tensors]
         out = function(*args, **kwargs)
@@ -221,36 +235,90 @@ class Tracer(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note which module runs; the inputs of an outermost module have exponents of their own."""
-        if not self.stack:
-            inputs = self.inputs.setdefault(self.modules[module], {})
-            for name, tensor in float_leaves(dict(bind(module, args, kwargs).arguments)):
-                self.known.setdefault(self.modules[module], set()).add(name)
-                if tensor not in self._tracks:
-                    if name not in inputs:
-                        inputs[name] = self.equations.unknown(f"input {name} of {self.modules[module] or 'the model'}")
-                    self._tracks[tensor] = Track((inputs[name],))
+        changed = None if self.stack else self._enter_outermost(module, args, kwargs)
         self.stack.append(module)
+        return changed
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _enter_outermost(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replace the inputs by views with exponents of their own; a tensor that is passed twice has one."""
+        name, bound = self.modules[module], bind(module, args, kwargs)
+        inputs, known = self.inputs.setdefault(name, {}), self.known.setdefault(name, {})
+        powers = self._powers[0].get(name, {})
+        views: dict[int, Tensor] = {}
+
+        def enter(path: str, tensor: Tensor) -> Tensor:
+            known[path] = known.get(path, True) and tensor.dtype == TRACED
+            if id(tensor) in self._names:
+                return tensor
+            if path not in inputs:
+                inputs[path] = self.equations.unknown(f"input {path} of {name or 'the model'}")
+            if id(tensor) in views:
+                self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
+                return views[id(tensor)]
+            view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
+            operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
+            if operation.forms:
+                operation.peaks = self._peak(view)
+            self.operations.append(operation)
+            self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
+            return view
+
+        bound.arguments.update(_replaced(dict(bound.arguments), enter))
+        return bound.args, bound.kwargs
+
+    def _peak(self, tensor: Tensor) -> Tensor:
+        """Return the largest magnitude of a tensor, unseen by the trace."""
+        self._paused = True
+        try:
+            return tensor.abs().amax().float().reshape(1)
+        finally:
+            self._paused = False
+
+    def _times(self, tensor: Tensor, power: int) -> Tensor:
+        """Return a new tensor object with a tensor's values times a power of two, unseen by the trace."""
+        self._paused = True
+        try:
+            return tensor * 2.0**power if power else tensor.detach()
+        finally:
+            self._paused = False
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Note which operations made a module's result; what leaves an outermost module has the exponent 0.
 
-        Hidden states that a caller asked for may have another, and are multiplied back later.
+        Hidden states and embeddings may have another inside of the model, and are multiplied back where they leave it.
         """
         if not self.stack or self.stack[-1] is not module:
-            return
-        name = self.modules[module]
+            return None
+        name, outermost = self.modules[module], len(self.stack) == 1
         leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
         self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
-        if len(self.stack) == 1:
-            outputs = self.outputs.setdefault(name, {})
-            hidden = [each for each in leaves if "hidden_states" in each[0] and "last_hidden" not in each[0]]
-            for path, _, track in leaves:
-                if not any(path == other for other, _, _ in hidden):
-                    self.pin(track, f"returns {path}")
-            outputs.update({path: self.single(track) or {} for path, _, track in hidden})
+        changed = self._leave_outermost(module, output) if outermost else None
         self.stack.pop()
+        return changed
+
+    def _leave_outermost(self, module: torch.nn.Module, output: Any) -> Any:
+        """Return the output with copies in the place of what is multiplied back."""
+        name = self.modules[module]
+        outputs, powers = self.outputs.setdefault(name, {}), self._powers[1].get(name, {})
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor):  # an output of a class that torch does not look into
+                for _, tensor in float_leaves(getattr(leaf, "__dict__", {})):
+                    self.pin(self.track(tensor), "returns it")
+
+        def leave(path: str, tensor: Tensor) -> Tensor:
+            self.returned.setdefault(name, set()).add(path)
+            track = self.track(tensor)
+            if track.constant or not ("hidden_state" in path or isinstance(module, torch.nn.Embedding)):
+                self.pin(track, f"returns {path}")
+                return tensor
+            outputs[path] = self.single(track) or {}
+            copy = self._times(tensor, powers.get(path, 0))
+            self._tracks[copy] = Track(({},))
+            return copy
+
+        return _replaced(output, leave)
 
 
 def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
@@ -262,3 +330,15 @@ def float_leaves(value: Any) -> list[tuple[str, Tensor]]:
     """Return all floating-point tensors in nested containers, each with its path."""
     leaves, _ = tree_flatten_with_path(value)
     return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _replaced(value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return nested containers with all floating-point tensors changed by a function of their path and themselves."""
+    leaves, spec = tree_flatten_with_path(value)
+    return tree_unflatten(
+        [
+            change(keystr(path), leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            for path, leaf in leaves
+        ],
+        spec,
+    )
