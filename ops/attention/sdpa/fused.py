@@ -42,7 +42,7 @@ UNKNOWN = ScoreFormat("c", "not known; q, k and v are handed over in FP32")
 FORMATS: dict[str, ScoreFormat] = {
     "cpu": ScoreFormat("a", "torch's flash attention for CPUs keeps scores in FP32 (run here)"),
     "cuda": ScoreFormat("a", "cuDNN and memory-efficient attention keep scores in FP32 (run on an H200)"),
-    "npu": ScoreFormat("b", "torch_npu's fused attention may keep q.k in FP16 (from its documentation; not run)"),
+    "npu": ScoreFormat("b", "torch_npu's attention may keep q.k in FP16 (its documentation does not say; not run)"),
 }
 """Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
 
