@@ -116,7 +116,7 @@ def more_cases() -> list[Case]:
 
 @cache
 def prepared(case: Case) -> tuple[Call, Truth, Tensor]:
-    """Return what `prepare_case` makes of a case, once for all backends."""
+    """Prepare a case as `prepare_case` does, and keep the result for all backends."""
     return prepare_case(case)
 
 

@@ -58,21 +58,21 @@ def serves(backend: Backend, device: str, dim: int = 64, mask: str = "none") -> 
 
 def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[str, Any]:
     """Run all hostile inputs that a backend takes; return counts, and the largest error with its case."""
-    found: dict[str, Any] = {"passed": False, "calls": 0, **dict.fromkeys(("faults", "outside", "error"), 0.0)}
-    found |= {"worst": "", "failure": ""}
+    record: dict[str, Any] = {"passed": False, "calls": 0, **dict.fromkeys(("faults", "outside", "error"), 0.0)}
+    record |= {"worst": "", "failure": ""}
     for case in hostile.cases():
         stage(f"{backend.name} on {device}: {case[0]}")
         if not serves(backend, device, case[2][-1], hostile.MASKS[case[1]].requested):
             continue
-        found["calls"] += 1
+        record["calls"] += 1
         try:
             measured = hostile.measure(case, backend.name, device)
         except Exception as error:  # of any kind: it is what the check reports
-            return found | {"failure": output.error_line(error), "worst": str(case)}
-        if measured["error"] > found["error"]:
-            found |= {"error": measured["error"], "worst": str(case)}
-        found |= {name: found[name] + measured[name] for name in ("faults", "outside")}
-    return found | {"passed": not found["faults"] and not found["outside"] and found["error"] <= 1}
+            return record | {"failure": output.error_line(error), "worst": str(case)}
+        if measured["error"] > record["error"]:
+            record |= {"error": measured["error"], "worst": str(case)}
+        record |= {name: record[name] + measured[name] for name in ("faults", "outside")}
+    return record | {"passed": not record["faults"] and not record["outside"] and record["error"] <= 1}
 
 
 def time_backend(name: str, device: str, beside_torch: bool) -> list[dict[str, Any]]:

@@ -201,9 +201,9 @@ def _where(condition: Any, scores: Any, value: Any) -> Any:
     return _masked_fill(scores, ~condition, value) if isinstance(scores, Scores) else NotImplemented
 
 
-def _maximum(scores: Any, lowest: Any) -> Any:
+def _maximum(scores: Any, lowest: Any = None, *_: Any, **kwargs: Any) -> Any:
     """Return the scores, because hosts raise only scores that are masked out to the lowest number."""
-    constant = isinstance(scores, Scores) and isinstance(lowest, Tensor) and lowest.numel() == 1
+    constant = isinstance(scores, Scores) and isinstance(lowest, Tensor) and lowest.numel() == 1 and not kwargs
     return scores if constant and float(lowest) <= MASKED_OUT else NotImplemented
 
 

@@ -56,8 +56,8 @@ def _replaced(function: Any, attend: Any) -> dict[str, Any]:
         for module, path in _PATHS.items()
         if value is module and set(path) <= set(code.co_names)
     }
-    own = {name: attend for name, value in known.items() if value is torch.nn.functional.scaled_dot_product_attention}
-    return replaced | own
+    original = torch.nn.functional.scaled_dot_product_attention
+    return replaced | {name: attend for name, value in known.items() if value is original}
 
 
 def _with(module: ModuleType, path: tuple[str, ...], value: Any) -> ModuleType:

@@ -2,7 +2,7 @@
 
 scripts/test_transformers_suite.sh downloads the source distribution of the installed transformers and runs this file.
 That distribution ships tests/test_modeling_common.py, but neither the tests of single models nor those of generation:
-the small models are described here, and tests/pasa/patching/test_generation.py has the cases of generation.
+the small models are described here, and test_transformers_generation.py has the cases of generation.
 
 The text of the tests asks for "pasa" where it asked for "sdpa", and a model that asks for no attention gets "pasa" too.
 """
