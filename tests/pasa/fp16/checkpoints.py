@@ -31,12 +31,22 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **experts))
 
 
-FAMILIES = {**models.FAMILIES, "llama": llama, "phi3": phi3, "qwen3_moe": qwen3_moe}
+def deepseek_v2() -> Any:
+    """Return a model in which other norms have an epsilon that no entry of config.json feeds."""
+    from transformers.models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "head_dim": 8}
+    parts = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES, **heads, **parts, **experts, n_group=1, topk_group=1))
+
+
+FAMILIES = {**models.FAMILIES, "llama": llama, "phi3": phi3, "qwen3_moe": qwen3_moe, "deepseek_v2": deepseek_v2}
 LARGE = {
-    "mlp.down_proj.weight": 2.0**20,
-    "experts.down_proj": 2.0**20,
-    "mlp.c_proj.weight": 2.0**22,
-    "post_feedforward_layernorm.weight": 2.0**15,
+    "mlp.up_proj.weight": 2.0**8,
+    **dict.fromkeys(("gate_up_proj.weight", "experts.gate_up_proj", "c_fc.weight"), 2.0**4),
+    **dict.fromkeys(("down_proj.weight", "experts.down_proj", "mlp.c_proj.weight"), 2.0**18),
+    "post_feedforward_layernorm.weight": 2.0**17,
 }
 """Factors that make a residual stream pass 65504, by the end of a parameter's name."""
 

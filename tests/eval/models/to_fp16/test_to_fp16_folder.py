@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from pasa.eval import cli
 from pasa.eval.models.to_fp16.run import run_to_fp16
 from pasa.fp16 import writing
-from tests.pasa.fp16.checkpoints import FAMILIES, save
+from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, save, tokenizer
 
 IDS = torch.arange(3, 40)[None]
 
 
 def load(model, folder, dtype):
     """Load a folder by plain transformers; `_grouped_mm` has no FP64."""
-    experts = {"experts_implementation": "eager"} if "Moe" in type(model).__name__ else {}
+    experts = {"experts_implementation": "eager"} if hasattr(model.config, "moe_intermediate_size") else {}
     return type(model).from_pretrained(folder, dtype=dtype, **experts).eval()
 
 
@@ -61,6 +61,37 @@ def test_a_written_checkpoint_computes_the_same_and_stays_finite(family, tmp_pat
     assert not plain.isfinite().all(), "nothing overflows here"
     assert scaled.isfinite().all()
     assert error(scaled, truth) < 5e-3
+
+
+def test_what_a_checkpoint_cannot_say_is_refused_by_name(tmp_path, refused):
+    """OPT's epsilons are in its code, so its stream cannot be scaled in a folder."""
+    from transformers.models.opt import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32))
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.mul_(2.0**22)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    line = refused("to-fp16", str(tmp_path / "model"), str(tmp_path / "out"))
+    assert "model.decoder.layers" in line
+    assert "pasa.to_fp16" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_of_any_precision_that_overflows_nowhere_is_only_converted(dtype, tmp_path):
+    from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS)).to(dtype)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    result = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert (result["settings"]["powers"], result["settings"]["config"]) == ({}, {})
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name].half()) for name in before)
 
 
 def test_shards_index_and_tokenizer_are_those_of_the_original(qwen2, tmp_path):
