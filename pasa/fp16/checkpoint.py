@@ -280,6 +280,7 @@ def note_of(values: Mapping[Entry, tuple[float, float]], powers: Powers, hidden:
         "",
         "- Keep `config.json` with these weights: its epsilons are scaled with them.",
         "- A runtime must hold epsilons in FP32. In FP16 they become 0.",
+        "- Attention scores are not scaled: use SDPA, FlashAttention or pasa, and not eager attention.",
         "- Adapters (LoRA) and embeddings (`inputs_embeds`) of the original model do not fit.",
         f"- {len(powers.offsets)} weights to which the model adds a number are stored in FP32.",
         "  A runtime that loads everything in FP16 rounds them.",
