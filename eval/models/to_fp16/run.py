@@ -106,6 +106,10 @@ def _load(folder: Path, checkpoint: Checkpoint) -> tuple[Any, Any]:
         raise NotImplementedError(
             f"to-fp16: {str(folder)!r} is a {names[0]}, which transformers {transformers.__version__} does not know"
         )
+    if kind is not None and not (hasattr(kind, "can_generate") and kind.can_generate()):
+        raise NotImplementedError(
+            f"to-fp16: {str(folder)!r} is a {names[0]}, which is no language model: load it and call pasa.to_fp16"
+        )
     stored = {checkpoint.get(name).dtype for name in checkpoint.names}
     dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
     model, tokenizer = load_folder(str(folder), dtype, kind)

@@ -254,6 +254,10 @@ def unknown(folder):
     change_config(folder, architectures=["WonderForCausalLM"], model_type="wonder")
 
 
+def encoder(folder):
+    change_config(folder, architectures=["BertModel"], model_type="bert")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -268,6 +272,7 @@ def unknown(folder):
         (strange, "mtp.0.weight"),
         (missing, "model.norm.weight"),
         (unknown, "WonderForCausalLM"),
+        (encoder, "BertModel"),
     ],
 )
 def test_folders_that_cannot_be_converted_are_refused_in_one_line(spoil, message, tmp_path, refused):
@@ -289,6 +294,7 @@ def test_places_that_cannot_be_written_are_refused_in_one_line(qwen2, tmp_path, 
     assert "--force" in refused("to-fp16", str(qwen2), str(tmp_path / "full"))
     assert "margin=0.5" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--margin", "0.5")
     assert "no file" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--sample", "no file")
+    assert "GGUF" in refused("to-fp16", str(tmp_path / "model.gguf"), str(tmp_path / "out"))
     assert "not a folder" in refused("to-fp16", str(tmp_path / "nothing"), str(tmp_path / "out"))
 
 
