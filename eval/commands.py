@@ -24,6 +24,7 @@ from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.to_fp16 import run as to_fp16
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.whole_model import run as whole_model
@@ -56,6 +57,7 @@ for _group, _modules in (
         add_command(_group, _module.EXPERIMENT)
 add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
+add_command(app, to_fp16.EXPERIMENT)
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)
 add_command(evaluate, replace(training.EXPERIMENT, variants=(gpu.EXPERIMENT,)))

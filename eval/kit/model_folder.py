@@ -56,8 +56,10 @@ def readable(path: str) -> Iterator[None]:
         ) from error
 
 
-def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder, from safetensors and without running its code.
+def load_folder(path: str, dtype: torch.dtype = torch.float32, kind: Any = None) -> tuple[Any, Any]:
+    """Load a language model and its tokenizer from a folder, from safetensors and without running its code.
+
+    `kind` is the class of the model, by default the causal one that fits the configuration.
 
     Raise ValueError if weights are missing or have another shape, because transformers fills them with random numbers.
     """
@@ -69,7 +71,7 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any
 
     with readable(path), _quiet():
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **SAFE}
-        model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+        model, info = (kind or AutoModelForCausalLM).from_pretrained(path, **options)
     lacking = {
         **dict.fromkeys(info["missing_keys"], "missing"),
         **dict.fromkeys(map(_name, info["mismatched_keys"]), OTHER),

@@ -99,8 +99,8 @@ class Checkpoint:
             raise FileNotFoundError(f"{str(folder)!r} holds no config.json: pass the folder of save_pretrained")
         self.label, self._folder = str(folder), folder
         self.config = _read_json(folder / "config.json")
-        self._files = self._find_tensors()
-        self.names = frozenset(self._files)
+        self.files = self._find_tensors()
+        self.names = frozenset(self.files)
 
     def _find_tensors(self) -> dict[str, str]:
         """Return the file name of every tensor, by the name of the tensor."""
@@ -147,7 +147,7 @@ class Checkpoint:
     def _open(self, name: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
-        path = self._folder / self._files[name]
+        path = self._folder / self.files[name]
         try:
             with safe_open(str(path), framework="pt") as file:
                 yield file

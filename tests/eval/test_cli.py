@@ -50,7 +50,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
     places = [
-        shown.index(f" {name} ") for name in ("doctor", "check-device", "demo", "predict", "diagnose", "bench", "eval")
+        shown.index(f" {name} ")
+        for name in ("doctor", "check-device", "demo", "predict", "diagnose", "to-fp16", "bench", "eval")
     ]
     assert places == sorted(places), "what a user needs first stands first"
     assert "longbench" not in shown

@@ -9,6 +9,7 @@ from typing import Any
 
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.tables import Table, percent
+from pasa.eval.models.diagnose.peaks import advice
 from pasa.ops.numerics.formats import FP16_MAX
 
 Record = dict[str, Any]
@@ -109,7 +110,8 @@ def verdict(result: Record) -> str:
             sentences.append(text.format(f"{broken['module']} (call {broken['call']} of its model)"))
         elif name == "fp16":
             sentences.append("With scores stored in FP16 all modules stay finite.")
-    return " ".join(sentences)
+    sentences.append(advice(result["runs"]["own"].get("beyond_fp16")))
+    return " ".join(filter(None, sentences))
 
 
 def how_measured(result: Record) -> list[str]:
