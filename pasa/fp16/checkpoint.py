@@ -48,9 +48,9 @@ class CheckpointConversion(Conversion):
         self.values: dict[Entry, tuple[float, float]] = {}
         self._scalable: dict[Entry, Constant] = {}
 
-    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> Tracer:
+    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], plan: Plan | None = None) -> Tracer:
         """Trace the model, and add the equations of a checkpoint."""
-        tracer = super()._trace(cuts)
+        tracer = super()._trace(cuts, plan)
         self._check_reached(tracer)
         self._scalable = epsilons.tie(tracer, self.entries)
         for name in self._kept_buffers() & tracer.parameters.keys():

@@ -25,7 +25,7 @@ def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Calla
         head = embeddings()
         if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16 or "forward" in vars(head):
             continue
-        head.forward = Product(head)
+        head.forward = Product(head)  # type: ignore[method-assign]
         path = next(name for name, module in model.named_modules() if module is head)
         widened.append((".".join(filter(None, (prefix, path))), partial(delattr, head, "forward")))
     return widened
