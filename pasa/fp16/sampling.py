@@ -46,7 +46,8 @@ def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[
     generators = [value for value in arguments.values() if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
     dtype = _dtype(model_or_pipeline)
-    arguments = {**_all_hidden_states(model_or_pipeline), **arguments}
+    if arguments.get("return_dict", True):  # a tuple has another order with hidden states
+        arguments = {**_all_hidden_states(model_or_pipeline), **arguments}
 
     def run() -> object:
         for generator, state in zip(generators, states, strict=True):

@@ -8,6 +8,7 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from pasa.fp16.tracks import Cut, Track
 
 TRACED = torch.bfloat16
 """The dtype that stands for FP16 in a trace."""
+NESTED = re.compile(r"\[\d+\]\[\d+\]")
+"""Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
 
 @dataclass
@@ -310,7 +313,8 @@ class Tracer(TorchDispatchMode):
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
-            if track.constant or not ("hidden_state" in path or isinstance(module, torch.nn.Embedding)):
+            hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
+            if track.constant or not hidden:
                 self.pin(track, f"returns {path}")
                 return tensor
             outputs[path] = self.single(track) or {}

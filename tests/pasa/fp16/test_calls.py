@@ -91,6 +91,17 @@ def test_hidden_states_are_true_although_the_sample_does_not_ask_for_them(sample
         torch.testing.assert_close(one.float(), other, rtol=0, atol=5e-3 * other.abs().max().item())
 
 
+def test_calls_that_return_tuples():
+    model = large("gpt2")
+    arguments = {"input_ids": IDS, "return_dict": False, "use_cache": False, "output_hidden_states": True}
+    with torch.no_grad():
+        logits, states = model(**arguments)
+        pasa.to_fp16(model, arguments)
+        result = model(**arguments)
+    for one, other in zip((result[0], *result[1]), (logits, *states), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0, atol=5e-3 * other.abs().max().item())
+
+
 def test_hidden_states_that_a_sample_function_does_not_return_are_refused():
     model = large("qwen2_tied")
     pasa.to_fp16(model, lambda each: each(IDS))
