@@ -26,7 +26,7 @@ from pasa.fp16.tracks import Cut
 from pasa.prediction.checkpoint import Checkpoint
 
 IGNORED = ("inv_freq", "attn.bias", "attn.masked_bias")
-"""Ends of the names of tensors in old checkpoints that are buffers of the model's code today: they stay as they are."""
+"""Suffixes of tensor names that old checkpoints hold and today's model code computes: such tensors stay as they are."""
 QUANTISED = ("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_state", "weight_scale", "weight_packed")
 """Last parts of the names of tensors that only quantised weights have."""
 

@@ -27,13 +27,13 @@ def entries_of(model: Any) -> dict[Entry, frozenset[Constant]]:
     needed, and an epsilon that is written in the model's code has no entry.
     """
     built = _attributes(model, model.config)
-    found = {}
+    fed = {}
     for entry, value in _epsilons(model.config):
         config = copy.deepcopy(model.config)
         set_entry(config, entry, value * DISTINCT)
         changed = _attributes(model, config)
-        found[entry] = frozenset(place for place, number in changed.items() if number != built.get(place))
-    return found
+        fed[entry] = frozenset(place for place, number in changed.items() if number != built.get(place))
+    return fed
 
 
 def set_entry(config: Any, entry: Entry, value: float) -> None:

@@ -51,12 +51,23 @@ class Writer:
         All that decides what is written, ready for JSON. A later run goes on only with the same settings.
     force : bool
         Replace the checkpoint that `out` holds.
+    written : list of Path
+        Takes the path of each complete file.
     """
 
     def __init__(
-        self, source: Checkpoint, folder: Path, out: Path, powers: Powers, settings: Mapping[str, Any], *, force: bool
+        self,
+        source: Checkpoint,
+        folder: Path,
+        out: Path,
+        powers: Powers,
+        settings: Mapping[str, Any],
+        *,
+        force: bool,
+        written: list[Path],
     ) -> None:
         self.source, self.folder, self.out, self.powers = source, folder, out, powers
+        self.written = written
         self.settings = json.loads(json.dumps(settings))
         self.shards = sorted(set(source.files.values()))
         self._begin(force)
@@ -161,6 +172,7 @@ class Writer:
             with _named(self.out / name):
                 write(place)
                 os.replace(place, self.out / name)
+            self.written.append(self.out / name)
         finally:
             place.unlink(missing_ok=True)
 
@@ -176,14 +188,14 @@ def _named(path: Path) -> Iterator[None]:
 
 def hashes(source: Checkpoint, folder: Path) -> dict[str, str]:
     """Return the SHA-256 of config.json and of each file of weights."""
-    found = {}
+    digests = {}
     for name in ["config.json", *sorted(set(source.files.values()))]:
         digest = hashlib.sha256()
         with (folder / name).open("rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
-        found[name] = digest.hexdigest()
-    return found
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def _data_size(path: Path) -> int:

@@ -62,7 +62,7 @@ def run_to_fp16(
     config = scaled_config(checkpoint.config, model, values)
     result = {
         "model": source,
-        "records": [asdict(each) for each in conversion.scaled_modules()],
+        "records": output.jsonable([asdict(each) for each in conversion.scaled_modules()]),
         "hidden_states": hidden,
         "underflow": conversion.underflow,
     }
@@ -78,7 +78,7 @@ def run_to_fp16(
     }
     kind = type(model)
     del model, conversion
-    writer = writing.Writer(checkpoint, folder, target, powers, settings, force=force)
+    writer = writing.Writer(checkpoint, folder, target, powers, settings, force=force, written=output.WRITTEN)
     details = {"peaks": result["records"], "hidden_states": hidden, "underflow": result["underflow"]}
     kept = writer.write(config, note_of(values, powers, hidden), details)
     say("running the written checkpoint")
@@ -211,5 +211,10 @@ def verdict(result: Run) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="to-fp16", run=run_to_fp16, report=report, title="A checkpoint scaled for FP16", needs_models=True
+    name="to-fp16",
+    run=run_to_fp16,
+    report=report,
+    title="A checkpoint scaled for FP16",
+    needs_models=True,
+    resume="the same command goes on from them",
 )

@@ -20,9 +20,9 @@ def folder(tmp_path_factory):
 def test_the_diagnosis_names_the_first_module_and_the_remedy(folder, monkeypatch):
     monkeypatch.setattr("pasa.eval.models.diagnose.subjects.build_prompt", lambda *args: torch.arange(3, 40)[None])
     result, _ = look(folder, prompt="a", dtype="float32")
-    found = result["runs"]["own"]["beyond_fp16"]
-    assert found["module"] == "model.layers.0.mlp.down_proj"
-    assert found["peak"] > 65504
+    beyond = result["runs"]["own"]["beyond_fp16"]
+    assert beyond["module"] == "model.layers.0.mlp.down_proj"
+    assert beyond["peak"] > 65504
     assert "`pasa to-fp16`" in report.verdict(result)
     assert "model.layers.0.mlp.down_proj" in report.verdict(result)
     monkeypatch.setattr("pasa.eval.models.diagnose.subjects.build_prompt", lambda *args: torch.arange(3, 40)[None])

@@ -139,7 +139,7 @@ def test_hidden_states_inside_are_listed_with_their_powers(tmp_path):
     assert "hidden_states" in (tmp_path / "out" / "FP16.md").read_text()
 
 
-def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch, capsys):
     out, write = tmp_path / "out", writing.Writer._write_shard
 
     def stop_at_the_third(self, shard):
@@ -148,8 +148,10 @@ def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch):
         write(self, shard)
 
     monkeypatch.setattr(writing.Writer, "_write_shard", stop_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        run_to_fp16(str(qwen2), str(out), skip_check=True)
+    with pytest.raises(SystemExit):
+        cli.main(["to-fp16", str(qwen2), str(out), "--skip-check"])
+    assert "complete: " in (line := capsys.readouterr().err)
+    assert "the same command goes on" in line
     monkeypatch.undo()
     assert len(list(out.glob("*.safetensors"))) == 2
     assert not (out / "config.json").exists()
@@ -259,7 +261,7 @@ def encoder(folder):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (no_tokenizer, "has no tokenizer"),
         (adapter, "LoRA"),
@@ -275,10 +277,10 @@ def encoder(folder):
         (encoder, "BertModel"),
     ],
 )
-def test_folders_that_cannot_be_converted_are_refused_in_one_line(spoil, message, tmp_path, refused):
+def test_folders_that_cannot_be_converted_are_refused_in_one_line(damage, message, tmp_path, refused):
     folder = tmp_path / "model"
     save("qwen2", folder)
-    spoil(folder)
+    damage(folder)
     before = contents(folder)
     assert message in refused("to-fp16", str(folder), str(tmp_path / "out"))
     assert contents(folder) == before
