@@ -11,10 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pasa.eval import cli
+from pasa.eval.models.to_fp16 import run
 from pasa.eval.models.to_fp16.run import run_to_fp16
 from pasa.fp16 import writing
 from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, save, tokenizer
 
+COMPARED = {"finite": True, "perplexity": 9.0, "perplexity_before": 9.0, "dtype_before": "float32", "top1": 1.0}
 IDS = torch.arange(3, 40)[None]
 
 
@@ -92,6 +94,15 @@ def test_a_checkpoint_of_any_precision_that_overflows_nowhere_is_only_converted(
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name].half()) for name in before)
+
+
+def test_a_written_checkpoint_that_predicts_other_tokens_fails(qwen2, tmp_path, monkeypatch):
+    """Story: in a post-norm model, values that the scaling made subnormal were amplified by the next norm."""
+    monkeypatch.setattr(run, "compare", lambda *_: dict(COMPARED, top1=0.5))
+    result = run_to_fp16(str(qwen2), str(tmp_path))
+    assert not result["gate"]["passed"]
+    assert "predicts other tokens" in run.verdict(result)
+    assert "computes infinity" in run.verdict(result | {"check": dict(COMPARED, finite=False)})
 
 
 def test_shards_index_and_tokenizer_are_those_of_the_original(qwen2, tmp_path):
