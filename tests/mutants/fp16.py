@@ -11,6 +11,7 @@ CONVERSION = "pasa/fp16/conversion.py"
 
 OF_RULES = "tests/pasa/fp16/test_rules.py::"
 OF_MODELS = "tests/pasa/fp16/test_to_fp16.py::"
+OF_FAMILIES = "tests/pasa/fp16/test_families.py::"
 
 FP16 = [
     mutant(
@@ -46,28 +47,28 @@ FP16 = [
         EDITING,
         "* 2.0 ** (power if back else -power)",
         "* 2.0 ** (0 if back else 0)",
-        OF_MODELS + "test_scaling_changes_nothing_in_fp64[qwen2]",
+        OF_FAMILIES + "test_scaling_changes_nothing_in_fp64[qwen2]",
     ),
     mutant(
         "a weight to which the model adds 1 is scaled like any other",
         EDITING,
         "wide = (tensor.double() + number) * 2.0**-power - number",
         "wide = tensor.double() * 2.0**-power",
-        OF_MODELS + "test_a_model_that_overflows_runs_in_fp16[gemma3]",
+        OF_FAMILIES + "test_a_model_that_overflows_runs_in_fp16[gemma3]",
     ),
     mutant(
         "peaks are allowed to come too near to 65504",
         PLANNING,
         "return math.ceil(math.log2(self.value * self.margin / LARGEST))",
         "return math.ceil(math.log2(self.value * self.margin / LARGEST)) - 4",
-        OF_MODELS + "test_a_model_that_overflows_runs_in_fp16[qwen2]",
+        OF_FAMILIES + "test_a_model_that_overflows_runs_in_fp16[qwen2]",
     ),
     mutant(
         "an equation is solved for the wrong sign",
         EXPONENTS,
         "self.solved[last] = multiply(difference, -1 / coefficient)",
         "self.solved[last] = multiply(difference, 1 / coefficient)",
-        OF_MODELS + "test_scaling_changes_nothing_in_fp64[gpt2]",
+        OF_FAMILIES + "test_scaling_changes_nothing_in_fp64[gpt2]",
     ),
     mutant(
         "undo forgets the epsilons",
