@@ -72,7 +72,7 @@ def to_fp16(
         conversion.restore()
         raise
     conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
-    return Fp16Handle(conversion.report, conversion.undo)
+    return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 
 def _check(models: Mapping[str, torch.nn.Module], margin: float, keep_original: str | None) -> None:
@@ -83,8 +83,10 @@ def _check(models: Mapping[str, torch.nn.Module], margin: float, keep_original: 
         raise ValueError(f'to_fp16: keep_original must be "cpu" or None, got {keep_original!r}')
     for model in models.values():
         kind = type(model).__name__
-        if hasattr(model, MARK):
-            raise RuntimeError(f"to_fp16: {kind} is converted already: call undo() on its handle first")
+        if any(hasattr(module, MARK) for module in model.modules()):
+            raise RuntimeError(
+                f"to_fp16: {kind} is converted already: call undo() on its handle, or load the model again"
+            )
         if getattr(model, "quantization_method", None) or getattr(model, "is_quantized", False):
             raise NotImplementedError(
                 f"to_fp16: {kind} has quantised weights, which cannot be scaled: load it without quantization"

@@ -1,65 +1,97 @@
-"""Hooks of a scaled model: its inputs and outputs, its FP32 islands, and counters that never wait for the device."""
+"""Hooks of a scaled model: they scale its inputs and outputs, and run its FP32 islands."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from pasa.fp16.editing import Models, module_at
-from pasa.fp16.planning import LARGEST, Plan
-from pasa.fp16.tracing import bind, float_leaves
-
-EVERY = 16
-"""Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
+from pasa.fp16.planning import Plan
 
 
-def hook_entries(models: Models, plan: Plan, known: dict[str, set[str]]) -> Iterable[Any]:
+def hook_entries(
+    models: Models, plan: Plan, known: Mapping[str, set[str]], returned: Mapping[str, set[str]]
+) -> Iterable[Any]:
     """Scale what enters and restore what leaves the outermost modules; refuse tensors that the sample did not hold.
 
     Parameters
     ----------
-    known : dict of str to set of str
-        Paths of the floating-point inputs of each outermost module, as the trace saw them.
+    known, returned : dict of str to set of str
+        Paths of the floating-point inputs and outputs of each outermost module, as the trace saw them.
     """
     for name in plan.inputs:
         module = module_at(models, name)
-        inputs = _Inputs(name or type(module).__name__, plan.inputs[name], known.get(name, set()))
+        title = name or type(module).__name__
+        inputs = _Inputs(title, module, plan.inputs[name], known.get(name, set()))
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
-        if plan.outputs.get(name):
-            yield module.register_forward_hook(_Outputs(plan.outputs[name]))
+        yield module.register_forward_hook(_Outputs(title, plan.outputs.get(name, {}), returned.get(name, set())))
 
 
 class _Inputs:
-    """Scales the inputs of an outermost module."""
+    """Scales the inputs of an outermost module, and refuses calls that its powers of two do not fit."""
 
-    def __init__(self, name: str, powers: dict[str, int], known: set[str]) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, powers: dict[str, int], known: set[str]) -> None:
         self.name, self.powers, self.known = name, powers, known
+        kinds = inspect.Parameter
+        parameters = inspect.signature(module.forward).parameters.values()  # read once: it costs 50 us
+        self.positional = [each.name for each in parameters if each.kind <= kinds.POSITIONAL_OR_KEYWORD]
+        self.named = {each.name for each in parameters if each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
+        self.rest = [each.name for each in parameters if each.kind == kinds.VAR_POSITIONAL]
+        self.others = [each.name for each in parameters if each.kind == kinds.VAR_KEYWORD]
+        first = {parameter.dtype: parameter for parameter in module.parameters() if parameter.is_floating_point()}
+        self.dtypes = [(parameter, dtype) for dtype, parameter in first.items()]
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        bound = bind(module, args, kwargs)
-        unknown = [path for path, _ in float_leaves(bound.arguments) if path not in self.known and not _harmless(path)]
-        if unknown:
-            raise ValueError(
-                f"to_fp16: {self.name} was scaled for calls without {unknown[0]}, which would have to be scaled too: "
-                "undo, and pass a sample that holds it"
-            )
+        self._check(module)
+        paths = [self._by_position(index) for index in range(len(args))]
+        keys = {name: self._by_name(name) for name in kwargs}
+        for path, value in (*zip(paths, args, strict=True), *((keys[name], kwargs[name]) for name in kwargs)):
+            self._check_argument(path, value)
+        if not self.powers:
+            return None
+        scaled = tuple(_times(value, path, self.powers, -1) for path, value in zip(paths, args, strict=True))
+        return scaled, {name: _times(value, keys[name], self.powers, -1) for name, value in kwargs.items()}
+
+    def _by_position(self, index: int) -> str:
+        """Return the path of a positional argument, as a trace names it."""
+        if index < len(self.positional):
+            return f"[{self.positional[index]!r}]"
+        return f"[{self.rest[0]!r}][{index - len(self.positional)}]" if self.rest else f"[{index}]"
+
+    def _by_name(self, name: str) -> str:
+        return f"[{name!r}]" if name in self.named or not self.others else f"[{self.others[0]!r}][{name!r}]"
+
+    def _check_argument(self, path: str, value: Any) -> None:
+        for leaf, _ in leaves(value, path):
+            if leaf not in self.known and not _harmless(leaf):
+                raise ValueError(
+                    f"to_fp16: {self.name} was scaled for calls without {leaf}, which would have to be scaled too: "
+                    "undo, and pass a sample that holds it"
+                )
+
+    def _check(self, module: torch.nn.Module) -> None:
+        """Refuse an adapter, a changed dtype and training."""
         if has_adapters(module):
             raise RuntimeError(
                 f"to_fp16: an adapter was loaded into {self.name} after it was scaled, and writes unscaled values: "
                 "undo, load (or merge) the adapter, then call to_fp16 again"
             )
-        if not self.powers:
-            return None
-        leaves, spec = tree_flatten_with_path(dict(bound.arguments))
-        powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
-        values = [leaf * 2.0**-power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
-        bound.arguments.update(tree_unflatten(values, spec))
-        return bound.args, bound.kwargs
+        for parameter, dtype in self.dtypes:
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"to_fp16: parameters of {self.name} changed from {dtype} to {parameter.dtype} after it was "
+                    "scaled: move it by to(device) alone, without half(), float() or a dtype"
+                )
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"to_fp16: {self.name} is in training mode, and gradients of scaled parameters are scaled: call "
+                "eval(), or undo and train the original"
+            )
 
 
 def _harmless(path: str) -> bool:
@@ -72,17 +104,51 @@ def has_adapters(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "peft_config", None))
 
 
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors in nested lists, tuples and dicts, named as a trace names them."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{path}[{index}]")
+
+
+def _times(value: Any, path: str, powers: dict[str, int], sign: int) -> Any:
+    """Return nested containers with the tensors at some paths times their powers of two."""
+    if not any(each.startswith(path) for each in powers):
+        return value
+    if isinstance(value, Tensor):
+        factor = 2.0 ** (sign * powers.get(path, 0))
+        return value.float() * factor if sign > 0 else value * factor
+    if isinstance(value, Mapping):
+        items = {key: _times(item, f"{path}[{key!r}]", powers, sign) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(**items)
+    if isinstance(value, (list, tuple)):
+        parts = [_times(item, f"{path}[{index}]", powers, sign) for index, item in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
 class _Outputs:
     """Multiplies hidden states that leave a model back, in FP32, because FP16 could not hold them."""
 
-    def __init__(self, powers: dict[str, int]) -> None:
-        self.powers = powers
+    def __init__(self, name: str, powers: dict[str, int], known: set[str]) -> None:
+        self.name, self.powers, self.known = name, powers, known
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        leaves, spec = tree_flatten_with_path(output)
-        powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
-        values = [leaf.float() * 2.0**power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
-        return tree_unflatten(values, spec)
+        if isinstance(output, Tensor):
+            return None
+        for path, _ in leaves(output, ""):
+            if path not in self.known and ("hidden_state" in path or (path[1].isdigit() and path.count("[") > 1)):
+                raise ValueError(
+                    f"to_fp16: {self.name} returned {path}, which it did not on the sample, so its power of two is "
+                    "not known: undo, and pass a sample with the same arguments (output_hidden_states, return_dict)"
+                )
+        return _times(output, "", self.powers, 1) if self.powers else None
 
 
 def hook_islands(models: Models, plan: Plan) -> Iterable[Any]:
@@ -99,105 +165,3 @@ def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _narrow(module: torch.nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.half() if each.dtype == torch.float32 else each, output)
-
-
-class Counters:
-    """Counts values of scaled modules that pass the planned limit, and outputs that are not finite.
-
-    Nothing here waits for the device: counts stay there, and a copy that has arrived by the next call is looked at.
-
-    Parameters
-    ----------
-    models : mapping of str to torch.nn.Module
-    watched : list of str
-        Paths of modules whose results are compared with the limit.
-    entries : list of str
-        Paths of outermost modules, whose results are checked for infinities.
-    margin : float
-        The planned limit is 65504 / margin.
-    """
-
-    def __init__(self, models: Models, watched: list[str], entries: list[str], margin: float) -> None:
-        self.names = [*watched, *entries]
-        self.limit = LARGEST / margin
-        self.calls = 0
-        self._largest: dict[torch.device, Tensor] = {}
-        self._arriving: list[tuple[Tensor, torch.cuda.Event | None]] = []
-        self._warned: set[str] = set()
-        self._finite_from = len(watched)
-        self.handles = []
-        for index, name in enumerate(self.names):
-            module = module_at(models, name)
-            if index >= self._finite_from:
-                self.handles.append(module.register_forward_pre_hook(self._begin))
-            self.handles.append(module.register_forward_hook(self._hook(index)))
-
-    def _hook(self, index: int) -> Any:
-        def look(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or (index < self._finite_from and self.calls % EVERY != 1):
-                return
-            for _, leaf in float_leaves(output)[:1]:
-                largest = self._on(leaf.device)
-                if leaf.numel():
-                    torch.maximum(largest[index], leaf.detach().abs().amax().float(), out=largest[index])
-
-        return look
-
-    def _on(self, device: torch.device) -> Tensor:
-        if device not in self._largest:
-            self._largest[device] = torch.zeros(len(self.names), device=device)
-        return self._largest[device]
-
-    def _begin(self, module: torch.nn.Module, args: Any) -> None:
-        """Look at the counts that have arrived, and send the next ones."""
-        if torch.compiler.is_compiling():
-            return
-        self.calls += 1
-        self._arriving = [pair for pair in self._arriving if not self._seen(*pair)]
-        if not self._arriving:
-            for largest in self._largest.values():
-                self._send(largest)
-
-    def _send(self, largest: Tensor) -> None:
-        if largest.device.type != "cuda":
-            self._warn(largest)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        host = torch.empty(largest.shape, pin_memory=True)
-        host.copy_(largest, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._arriving.append((host, event))
-
-    def _seen(self, host: Tensor, event: torch.cuda.Event | None) -> bool:
-        if event is not None and not event.query():
-            return False
-        self._warn(host)
-        return True
-
-    def _warn(self, host: Tensor) -> None:
-        for name, (value, kind) in self.beyond(host).items():
-            if name not in self._warned:
-                self._warned.add(name)
-                what = "returned infinity or NaN" if kind == "infinite" else f"reached {value:.4g}"
-                warnings.warn(
-                    f"to_fp16: {name or 'the model'} {what}; the sample allowed {self.limit:.4g} "
-                    f"(65504 / {LARGEST / value:.3g} now): undo, and call to_fp16 with this input as its sample",
-                    stacklevel=4,
-                )
-
-    def beyond(self, host: Tensor | None = None) -> dict[str, tuple[float, str]]:
-        """Return the modules that passed the limit, each with its largest value.
-
-        Without `host`, wait for the device.
-        """
-        counts = [host] if host is not None else [each.cpu() for each in self._largest.values()]
-        found: dict[str, tuple[float, str]] = {}
-        for count in counts:
-            for index, value in enumerate(count.tolist()):
-                if not value < float("inf"):
-                    found[self.names[index]] = value, "infinite"
-                elif value > self.limit and index < self._finite_from:
-                    found[self.names[index]] = value, "large"
-        return found

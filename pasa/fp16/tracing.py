@@ -87,6 +87,7 @@ class Tracer(TorchDispatchMode):
         self.inputs: dict[str, dict[str, Form]] = {}
         self.known: dict[str, set[str]] = {}
         self.outputs: dict[str, dict[str, Form]] = {}
+        self.returned: dict[str, set[str]] = {}
         self.results: dict[str, list[int]] = {}
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
@@ -236,6 +237,7 @@ class Tracer(TorchDispatchMode):
         self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
         if len(self.stack) == 1:
             outputs = self.outputs.setdefault(name, {})
+            self.returned.setdefault(name, set()).update(path for path, _, _ in leaves)
             hidden = [each for each in leaves if "hidden_states" in each[0] and "last_hidden" not in each[0]]
             for path, _, track in leaves:
                 if not any(path == other for other, _, _ in hidden):
