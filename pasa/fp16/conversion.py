@@ -66,6 +66,8 @@ class Conversion:
         fixed = self._kept_buffers()
         self._set({name: data if name in fixed else data.to(TRACED) for name, data in self.originals.items()})
         tracer = self._trace({})
+        if not tracer.inputs:
+            raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
@@ -74,7 +76,10 @@ class Conversion:
         self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
+        self._hooks = self._entries()  # the sample's inputs are scaled as well
         _confirm(self.plan, self._trace(cuts))
+        for hook in self._hooks:
+            hook.remove()
         self._set(dict(self._in_fp16(fixed)))
 
     def run_in_fp16(self) -> None:
@@ -85,7 +90,7 @@ class Conversion:
         RuntimeError
             A module returns infinity or NaN.
         """
-        self._hooks = [*running.hook_entries(self.models, self.plan, self._tracer.known, self._tracer.returned)]
+        self._hooks = self._entries()
         self._hooks += running.hook_islands(self.models, self.plan)
         with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
             self.run()
@@ -94,6 +99,11 @@ class Conversion:
                 f"to_fp16: {watch.first['module']} is infinite or NaN in FP16 on the sample, although its peaks are in "
                 "range: please report this model"
             )
+
+    def stores_scores(self) -> str | None:
+        """Return a module that computes attention scores by itself, or None; fused attention keeps them in FP32."""
+        stored = (operation.module or "the model" for operation in self._tracer.operations if operation.scores)
+        return next(stored, None)
 
     def start(self, name: str, *, keep: bool) -> None:
         """Begin to count values beyond the margin, and forget the original unless it is kept."""
@@ -147,9 +157,12 @@ class Conversion:
             fp32=tuple(fp32),
             underflow=self.underflow,
             beyond=tuple((name, *counted) for name, counted in beyond.items()),
-            attention=str(self.patch.report()) if self.patch is not None else "",
+            attention=str(self.patch.report()) if self.patch is not None else "not patched here",
             undone=self._undone,
         )
+
+    def _entries(self) -> list[Any]:
+        return [*running.hook_entries(self.models, self.plan, self._tracer.known, self._tracer.returned)]
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(editing.named_tensors(self.models))

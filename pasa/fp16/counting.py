@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.planning import LARGEST, Plan, inside
-from pasa.fp16.running import leaves
+from pasa.fp16.tracing import float_leaves
 from pasa.patching.copying import UncopiedHook
 
 EVERY = 16
@@ -161,15 +161,14 @@ class Counters:
         counts.send()
 
     def _warn(self, host: Tensor) -> None:
-        for name, (value, count) in self._beyond(host).items():
+        for name, (value, _) in self._beyond(host).items():
             if value <= LARGEST:
                 what = f"reached {value:.4g}, {value / self.limit:.3g} times the planned 65504 / {self.margin:g}"
             else:
                 what = "returned infinity or NaN"
             self._warn_once(
                 name,
-                f"to_fp16: {name or 'the model'} {what} ({count} times so far): convert the original again, with this "
-                "input as its sample",
+                f"to_fp16: {name or 'the model'} {what}: convert the original again, with this input as its sample",
             )
 
     def _warn_once(self, key: str, message: str) -> None:
@@ -195,7 +194,7 @@ def _first(output: Any) -> Tensor | None:
     """Return the first floating-point tensor of a result."""
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
-    return next((leaf for _, leaf in leaves(output)), None)
+    return next((leaf for _, leaf in float_leaves(output)), None)
 
 
 def _capturing() -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.planning import Plan
+from pasa.fp16.tracing import float_leaves
 
 
 def hook_entries(
@@ -54,6 +56,12 @@ class _Inputs:
             self._check_argument(path, value)
         if not self.powers:
             return None
+        if torch.compiler.is_compiling():
+            return self._scaled(paths, args, keys, kwargs)
+        with _disable_current_modes():  # a trace takes what comes in for an input, and not for a product
+            return self._scaled(paths, args, keys, kwargs)
+
+    def _scaled(self, paths: list[str], args: Any, keys: dict[str, str], kwargs: Any) -> tuple[Any, Any]:
         scaled = tuple(_times(value, path, self.powers, -1) for path, value in zip(paths, args, strict=True))
         return scaled, {name: _times(value, keys[name], self.powers, -1) for name, value in kwargs.items()}
 
@@ -67,7 +75,7 @@ class _Inputs:
         return f"[{name!r}]" if name in self.named or not self.others else f"[{self.others[0]!r}][{name!r}]"
 
     def _check_argument(self, path: str, value: Any) -> None:
-        for leaf, _ in leaves(value, path):
+        for leaf, _ in float_leaves(value, path):
             if leaf not in self.known and not _harmless(leaf):
                 raise ValueError(
                     f"to_fp16: {self.name} was scaled for calls without {leaf}, which would have to be scaled too: "
@@ -104,19 +112,6 @@ def has_adapters(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "peft_config", None))
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in nested lists, tuples and dicts, named as a trace names them."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from leaves(item, f"{path}[{index}]")
-
-
 def _times(value: Any, path: str, powers: dict[str, int], sign: int) -> Any:
     """Return nested containers with the tensors at some paths times their powers of two."""
     if not any(each.startswith(path) for each in powers):
@@ -142,7 +137,7 @@ class _Outputs:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return None
-        for path, _ in leaves(output, ""):
+        for path, _ in float_leaves(output, ""):
             if path not in self.known and ("hidden_state" in path or (path[1].isdigit() and path.count("[") > 1)):
                 raise ValueError(
                     f"to_fp16: {self.name} returned {path}, which it did not on the sample, so its power of two is "

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 TOKENS = 256
 """Length of the built-in sequence of token ids."""
+TEXT = """The lighthouse stands on a rock two miles from the shore. It was built in 1847, after three ships were lost in
+one winter, and its lamp could be seen for 18 nautical miles. Who kept it? "My grandfather," she said, "and his father
+before him." The keeper climbed 196 steps each evening, trimmed the wick, wound the clockwork, and wrote down the wind.
+
+def area(radius: float) -> float:
+    return 3.14159 * radius ** 2
+
+Ingredients: 200 g of flour, 3 eggs, 1/2 litre of milk; a pinch of salt. Les mouettes crient; das Meer ist kalt.
+"""
+"""The built-in text: prose, numbers, code and other languages, because peaks come with rare tokens too."""
 STEPS = 2
 """Denoising steps of the built-in run of a pipeline."""
 
 
-def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
-    """Return a function without arguments that runs the model once on a sample.
+def runner(model_or_pipeline: Any, sample: Any, models: Sequence[torch.nn.Module]) -> Callable[[], object]:
+    """Return a function without arguments that runs the model, or the pipeline of some models, once on a sample.
 
     Raises
     ------
     TypeError
         The sample is none of the kinds that are known.
     ValueError
-        There is no sample, and no built-in one for this model.
+        There is no sample, and no built-in one for this model; from the returned function: the sample does not fit.
     """
+    dtype = _dtype(models)
     if sample is None:
-        return _built_in(model_or_pipeline)
+        return _checked(_built_in(model_or_pipeline), model_or_pipeline)
     if isinstance(sample, Tensor):
-        return lambda: model_or_pipeline(sample)
+        return _checked(lambda: model_or_pipeline(_cast(sample, models, dtype)), model_or_pipeline)
     if isinstance(sample, Mapping):
-        return _repeated(model_or_pipeline, sample)
+        run = _repeated(model_or_pipeline, sample, lambda arguments: _cast(dict(arguments), models, dtype))
+        return _checked(run, model_or_pipeline)
     if callable(sample):
         return lambda: sample(model_or_pipeline)
     raise TypeError(
@@ -39,7 +54,49 @@ def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
     )
 
 
-def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[[], object]:
+def _checked(run: Callable[[], object], model_or_pipeline: Any) -> Callable[[], object]:
+    """Return a run whose errors say that the sample does not fit."""
+
+    def checked() -> object:
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if str(error).startswith("to_fp16"):
+                raise
+            text = (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"to_fp16: {type(model_or_pipeline).__name__} does not run on the sample ({type(error).__name__}: "
+                f"{text}): pass sample=, a dict of the arguments that you call it with"
+            ) from error
+
+    return checked
+
+
+def _dtype(models: Sequence[torch.nn.Module]) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter."""
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)
+
+
+def _cast(value: Any, models: Sequence[torch.nn.Module], original: torch.dtype) -> Any:
+    """Return a sample with the models' dtype of now, where it had their original one or is of 16 bits."""
+    dtype, devices = _dtype(models), {parameter.device for model in models for parameter in model.parameters()}
+    kinds = {original, torch.float16, torch.bfloat16}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if len(devices) == 1 and tensor.device not in devices:
+            raise ValueError(f"to_fp16: the sample is on {tensor.device}, the model on {next(iter(devices))}: move it")
+        return tensor.to(dtype) if tensor.dtype in kinds and tensor.ndim > 1 else tensor
+
+    with _disable_current_modes():  # a trace would take the result for a constant, and not for an input
+        return tree_map_only(Tensor, cast, value)
+
+
+def _repeated(
+    model_or_pipeline: Any, arguments: Mapping[str, Any], cast: Callable[[Mapping[str, Any]], Any] = dict
+) -> Callable[[], object]:
     """Return a run that gives the same result each time: random generators among the arguments begin anew."""
     generators = [value for value in arguments.values() if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
@@ -47,7 +104,7 @@ def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[
     def run() -> object:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        return model_or_pipeline(**arguments)
+        return model_or_pipeline(**cast(arguments))
 
     return run
 
@@ -64,16 +121,37 @@ def _built_in(model_or_pipeline: Any) -> Callable[[], object]:
             "arguments that you call it with"
         )
     model: Any = model_or_pipeline
-    config = model.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-    length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
-    ids = torch.randint(config.vocab_size, (1, length), generator=generator)
-    if isinstance(first := getattr(config, "bos_token_id", None), int) and first < config.vocab_size:
-        ids[:, 0] = first
-    arguments: dict[str, Any] = {"input_ids": ids.to(model.device)}
+    if other := next((name for name in names if name.startswith(("pixel_values", "input_features"))), None):
+        raise ValueError(
+            f"to_fp16: {type(model).__name__} takes {other} beside text: pass sample=, a dict with both, as its "
+            "processor returns them"
+        )
+    arguments: dict[str, Any] = {"input_ids": _ids(model).to(model.device)}
+    if hasattr(model.config, "output_hidden_states"):
+        arguments["output_hidden_states"] = True  # so that they can be asked for later
     if "decoder_input_ids" in names:
         arguments["decoder_input_ids"] = arguments["input_ids"][:, :16]
     return lambda: model(**arguments)
+
+
+def _ids(model: Any) -> Tensor:
+    """Return the token ids of the built-in text if the model's folder holds a tokenizer, else random ones."""
+    config = model.config.get_text_config()
+    length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
+    folder = str(getattr(model, "name_or_path", ""))
+    if os.path.isdir(folder):
+        from transformers import AutoTokenizer
+
+        try:
+            text = AutoTokenizer.from_pretrained(folder, local_files_only=True)(TEXT, return_tensors="pt")["input_ids"]
+        except (OSError, ValueError, ImportError):  # the folder holds weights alone
+            text = torch.zeros(1, 0, dtype=torch.int64)
+        if text.numel() > 0 and int(text.max()) < config.vocab_size:
+            return text[:, :length]  # type: ignore[no-any-return]
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    if isinstance(first := getattr(config, "bos_token_id", None), int) and first < config.vocab_size:
+        ids[:, 0] = first
+    return ids
 
 
 def _run_of_pipeline(pipeline: Any, names: Mapping[str, object]) -> Callable[[], object]:

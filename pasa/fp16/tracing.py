@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
@@ -241,7 +241,7 @@ class Tracer(TorchDispatchMode):
             hidden = [each for each in leaves if "hidden_states" in each[0] and "last_hidden" not in each[0]]
             for path, _, track in leaves:
                 if not any(path == other for other, _, _ in hidden):
-                    self.pin(track, f"returns {path}")
+                    self.pin(track, f"returns {path or 'it'}")
             outputs.update({path: self.single(track) or {} for path, _, track in hidden})
         self.stack.pop()
 
@@ -251,7 +251,12 @@ def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArgume
     return inspect.signature(module.forward).bind(*args, **kwargs)
 
 
-def float_leaves(value: Any) -> list[tuple[str, Tensor]]:
-    """Return all floating-point tensors in nested containers, each with its path."""
-    leaves, _ = tree_flatten_with_path(value)
-    return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Return all floating-point tensors in nested lists, tuples and dicts, each with its path."""
+    if isinstance(value, Tensor):
+        return [(path, value)] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return [leaf for key, item in value.items() for leaf in float_leaves(item, f"{path}[{key!r}]")]
+    if isinstance(value, (list, tuple)):
+        return [leaf for index, item in enumerate(value) for leaf in float_leaves(item, f"{path}[{index}]")]
+    return []
