@@ -1,4 +1,4 @@
-"""What `to_fp16` refuses: one clear line that names the value and the remedy, and a model that is as it was."""
+"""Refusals of `to_fp16`: one clear line that names the value and the remedy, and a model that is as it was."""
 
 import math
 
