@@ -12,9 +12,13 @@ from pasa.fp16.conversion import MARK, Conversion
 from pasa.fp16.handle import Fp16Handle, Fp16Report, ScaledModule
 from pasa.fp16.planning import LARGEST
 from pasa.keywords import hint_at_arguments
-from pasa.patching import components_of, patch_pipeline
+from pasa.patching import PatchHandle, components_of, patch_pipeline
+from pasa.patching.callbacks import patched_modules
 
 __all__ = ["Fp16Handle", "Fp16Report", "ScaledModule", "to_fp16"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of parameters that can be scaled; others are quantised."""
 
 
 @hint_at_arguments
@@ -57,10 +61,11 @@ def to_fp16(
     TypeError, ValueError
         The object is no model; the sample does not fit; the margin is below 1.
 
-    The model is unchanged after an error.
-
     Notes
     -----
+    The model is unchanged after an error. It is for inference: gradients of scaled parameters are scaled. A copy of the
+    model, or a saved one, is scaled too, and neither counts values nor has its attention patched.
+
     The converted model is called as the sample called it. A module within it raises an error if it is called on its
     own, because its results are scaled. So does an input or a module that the sample did not use. A sample that is a
     function can make several calls, for example one with ``input_ids`` and one with ``inputs_embeds``.
@@ -71,38 +76,68 @@ def to_fp16(
     conversion = Conversion(models, run, margin)
     try:
         conversion.plan_and_convert()
-        patch = patch_pipeline(model_or_pipeline)
-        conversion.patch = patch
+        conversion.patch = _patched(model_or_pipeline, models, conversion)
         conversion.run_in_fp16()
     except BaseException:
         conversion.restore()
         raise
     conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
-    return Fp16Handle(conversion.report, conversion.undo)
+    return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
+
+
+def _patched(
+    model_or_pipeline: Any, models: Mapping[str, torch.nn.Module], conversion: Conversion
+) -> PatchHandle | None:
+    """Patch attention, unless it is patched already or there is none that stores scores."""
+    if any(patched_modules(models)):
+        return None
+    try:
+        return patch_pipeline(model_or_pipeline)
+    except (TypeError, NotImplementedError) as error:
+        module = conversion.stores_scores()
+        if module is None:
+            return None
+        raise NotImplementedError(
+            f"to_fp16: {module} stores attention scores, which may pass 65504, and its attention cannot be patched: "
+            "call scaled_dot_product_attention there"
+        ) from error
 
 
 def _check(models: Mapping[str, torch.nn.Module], margin: float, keep_original: str | None) -> None:
     """Check all that can be checked before the model is touched."""
-    if not (isinstance(margin, (int, float)) and 1 <= margin < LARGEST):
-        raise ValueError(f"to_fp16: margin must be a number of at least 1, got {margin!r}")
+    if isinstance(margin, bool) or not (isinstance(margin, (int, float)) and 1 <= margin < LARGEST):
+        raise ValueError(f"to_fp16: margin must be a number from 1 to below 65504, got {margin!r}: 4.0 is the default")
     if keep_original not in (None, "cpu"):
         raise ValueError(f'to_fp16: keep_original must be "cpu" or None, got {keep_original!r}')
     for model in models.values():
         kind = type(model).__name__
-        if hasattr(model, MARK):
-            raise RuntimeError(f"to_fp16: {kind} is converted already: call undo() on its handle first")
+        if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+            raise TypeError(f"to_fp16: {kind} is compiled: pass the original module, and compile it afterwards")
+        if any(hasattr(module, MARK) for module in model.modules()):
+            raise RuntimeError(
+                f"to_fp16: {kind} is converted already: call undo() on its handle, or load the model again"
+            )
         if getattr(model, "quantization_method", None) or getattr(model, "is_quantized", False):
             raise NotImplementedError(
                 f"to_fp16: {kind} has quantised weights, which cannot be scaled: load it without quantization"
             )
-        if running.has_adapters(model):
+        if any(running.has_adapters(module) for module in model.modules()):
             raise NotImplementedError(f"to_fp16: {kind} has an adapter: merge it first (merge_and_unload, fuse_lora)")
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:
-                raise NotImplementedError(
-                    f"to_fp16: {kind}'s {name} has no data (offloaded): load the model without offloading"
-                )
-            if not parameter.is_floating_point():
-                raise NotImplementedError(f"to_fp16: {kind}'s {name} is {parameter.dtype}: load it unquantised")
-            if not bool(parameter.isfinite().all()):
-                raise ValueError(f"to_fp16: {kind}'s {name} holds infinities or NaN: load the weights in FP32 or BF16")
+            _check_parameter(kind, name, parameter)
+
+
+def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise NotImplementedError(
+            f"to_fp16: {kind}'s {name} has no data (offloaded): load the model without offloading"
+        )
+    if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+        raise NotImplementedError(
+            f"to_fp16: {kind}'s {name} is a {type(parameter).__name__}, which cannot be scaled: load the model "
+            "unquantised, and shard it afterwards"
+        )
+    if parameter.dtype not in DTYPES:
+        raise NotImplementedError(f"to_fp16: {kind}'s {name} is {parameter.dtype}: load the model unquantised")
+    if not bool(parameter.isfinite().all()):
+        raise ValueError(f"to_fp16: {kind}'s {name} holds infinities or NaN: load the weights in FP32 or BF16")

@@ -43,11 +43,14 @@ class Equations:
         Each unknown that the equations fix, in terms of others.
     reasons : dict of int to str
         The equation that fixed each of them, as text.
+    parents : dict of int to tuple of int
+        The unknowns in that equation that were free then.
     """
 
     names: list[str] = field(default_factory=list)
     solved: dict[int, Form] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    parents: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def unknown(self, name: str) -> Form:
         """Return the form of a new unknown."""
@@ -80,4 +83,16 @@ class Equations:
         last = max(difference, key=lambda unknown: (abs(difference[unknown]) == 1, unknown))
         coefficient = difference.pop(last)
         self.solved[last] = multiply(difference, -1 / coefficient)
-        self.reasons[last] = reason
+        self.reasons[last], self.parents[last] = reason, tuple(difference)
+
+    def why(self, form: Form) -> str:
+        """Return the equation that leaves a form no freedom: the last one on the way from it to 0."""
+        behind, met, reason = list(form), set(form), "no parameter before it can be scaled"
+        while behind:
+            unknown = behind.pop(0)
+            reason = self.reasons.get(unknown, reason)
+            if unknown in self.solved and not self.parents[unknown]:
+                return reason
+            behind += [each for each in self.parents.get(unknown, ()) if each not in met]
+            met.update(behind)
+        return reason

@@ -40,9 +40,14 @@ class Entered:
         return not running
 
     @property
+    def depth(self) -> int:
+        """Return how many are running in this thread, each within the one before."""
+        return len(self._running.get(_thread(), ()))
+
+    @property
     def idle(self) -> bool:
         """Return whether none is running in this thread; compiled models do not say, and count as running."""
-        return not self.compiled and not self._running.get(_thread())
+        return not self.compiled and not self.depth
 
 
 def _thread() -> int:

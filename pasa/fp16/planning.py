@@ -209,20 +209,28 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     islands: dict[str, str] = {}
     for index, peak in stuck.items():
         island = peak.module
-        while island in tracer.results and any(result in stuck for result in tracer.results[island]):
-            if island in tracer.outputs:
+        while island not in tracer.results or any(result in stuck for result in tracer.results[island]):
+            if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(
-                    f"to_fp16: {peak.module or 'the model'} returns values up to {peak.value:.3g}, which FP16 cannot "
-                    "hold and no power of two can scale"
+                    f"to_fp16: {peak.module or 'the model'} computes values up to {peak.value:.3g}, which FP16 cannot "
+                    f"hold with a margin, and they cannot be scaled because of {_why(tracer, peak)}: lower the margin, "
+                    "or keep this model in FP32"
                 )
             island = island.rpartition(".")[0]
-            while island and island not in tracer.results:  # a list of modules does not run
-                island = island.rpartition(".")[0]
         if not inside(island, islands):
             islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
-            islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled"
+            why = _why(tracer, peak)
+            islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled because of {why}"
         del index
     return islands
+
+
+def _why(tracer: Tracer, peak: Peak) -> str:
+    """Return the module and operator that fix the exponent of a peak."""
+    form: Form = {}
+    for each in tracer.operations[peak.index].forms:
+        form = form | each
+    return tracer.equations.why(form)
 
 
 def _collect(tracer: Tracer, plan: Plan) -> None:

@@ -1,19 +1,19 @@
-"""Hooks of a scaled model: its inputs and outputs, its FP32 islands, and counters that never wait for the device."""
+"""Hooks of a scaled model: they scale its inputs and outputs, and run its FP32 islands."""
 
 from __future__ import annotations
 
-import warnings
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
+from pasa.fp16.containers import float_leaves, replaced
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
-from pasa.fp16.planning import LARGEST, Plan
-from pasa.fp16.tracing import bind, float_leaves
+from pasa.fp16.planning import Plan
 
 HARMLESS = [
     "mask",
@@ -26,8 +26,6 @@ HARMLESS = [
     "loss",
 ]
 """Parts of the names of inputs and outputs that are never scaled, or only between two calls of one model."""
-EVERY = 16
-"""Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
 
 
 def hook_entries(
@@ -47,7 +45,7 @@ def hook_entries(
     """
     for name in plan.inputs:
         module = module_at(models, name)
-        inputs = _Inputs(name, type(module).__name__, plan.inputs[name], known.get(name, {}), entered)
+        inputs = _Inputs(name, module, plan.inputs[name], known.get(name, {}), entered)
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
         outputs = _Outputs(
             name, plan.outputs.get(name, {}), entered, returned.get(name, set()) if plan.scales else None
@@ -56,37 +54,78 @@ def hook_entries(
 
 
 class _Inputs:
-    """Scales the inputs of an outermost module."""
+    """Scales the inputs of an outermost module, and refuses calls that its powers of two do not fit."""
 
-    def __init__(self, path: str, kind: str, powers: dict[str, int], known: dict[str, bool], entered: Entered) -> None:
-        self.path, self.name, self.powers, self.known, self.entered = path, path or kind, powers, known, entered
+    def __init__(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        powers: dict[str, int],
+        known: dict[str, bool],
+        entered: Entered,
+    ) -> None:
+        self.path, self.name, self.entered = path, path or type(module).__name__, entered
+        self.powers, self.known = powers, known
         self.narrow = {name for name, narrow in known.items() if narrow}
+        parameters = inspect.signature(module.forward).parameters.values()  # read once: it costs 50 us
+        self.positional = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
+        self.rest = next((each.name for each in parameters if each.kind == each.VAR_POSITIONAL), None)
+        self.others = next((each.name for each in parameters if each.kind == each.VAR_KEYWORD), None)
+        self.named = {each.name for each in parameters} - {self.rest, self.others}
+        first = {parameter.dtype: parameter for parameter in module.parameters() if parameter.is_floating_point()}
+        self.dtypes = [(parameter, dtype) for dtype, parameter in first.items()]
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.entered.enter(self.path):
             return None
-        bound = bind(module, args, kwargs)
-        unknown = [path for path, _ in float_leaves(bound.arguments) if path not in self.known and not _harmless(path)]
-        if unknown:
-            raise ValueError(
-                f"to_fp16: {self.name} was scaled for calls without {unknown[0]}, which would have to be scaled too: "
-                "undo, and pass a sample that holds it"
-            )
+        self._check(module)
+        paths = [self._by_position(index) for index in range(len(args))]
+        keys = {name: self._by_name(name) for name in kwargs}
+        for path, value in (*zip(paths, args, strict=True), *((keys[name], kwargs[name]) for name in kwargs)):
+            self._check_argument(path, value)
+        if not self.narrow and not self.powers:
+            return None
+        scaled = tuple(replaced(value, self._scaled, path) for path, value in zip(paths, args, strict=True))
+        return scaled, {name: replaced(value, self._scaled, keys[name]) for name, value in kwargs.items()}
+
+    def _by_position(self, index: int) -> str:
+        """Return the path of a positional argument, as a trace names it."""
+        if index < len(self.positional):
+            return f"[{self.positional[index]!r}]"
+        return f"[{self.rest!r}][{index - len(self.positional)}]"
+
+    def _by_name(self, name: str) -> str:
+        return f"[{name!r}]" if name in self.named else f"[{self.others!r}][{name!r}]"
+
+    def _check_argument(self, path: str, value: Any) -> None:
+        for leaf, _ in float_leaves(value, path):
+            if leaf not in self.known and not _harmless(leaf):
+                raise ValueError(
+                    f"to_fp16: {self.name} was scaled for calls without {leaf}, which would have to be scaled too: "
+                    "undo, and pass a sample that holds it"
+                )
+
+    def _check(self, module: torch.nn.Module) -> None:
+        """Refuse an adapter, a changed dtype and training."""
         if has_adapters(module):
             raise RuntimeError(
                 f"to_fp16: an adapter was loaded into {self.name} after it was scaled, and writes unscaled values: "
                 "undo, load (or merge) the adapter, then call to_fp16 again"
             )
-        if not self.narrow and not self.powers:
-            return None
-        leaves, spec = tree_flatten_with_path(dict(bound.arguments))
-        bound.arguments.update(tree_unflatten([self._scaled(keystr(path), leaf) for path, leaf in leaves], spec))
-        return bound.args, bound.kwargs
+        for parameter, dtype in self.dtypes:
+            if parameter.dtype != dtype:
+                raise RuntimeError(
+                    f"to_fp16: parameters of {self.name} changed from {dtype} to {parameter.dtype} after it was "
+                    "scaled: move it by to(device) alone, without half(), float() or a dtype"
+                )
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"to_fp16: {self.name} is in training mode, and gradients of scaled parameters are scaled: call "
+                "eval(), or undo and train the original"
+            )
 
-    def _scaled(self, path: str, leaf: Any) -> Any:
+    def _scaled(self, path: str, leaf: Tensor) -> Tensor:
         """Return an input times its power of two, and in FP16 where the trace had it in the model's precision."""
-        if path not in self.known or not isinstance(leaf, Tensor):
-            return leaf
         power = self.powers.get(path, 0)
         leaf = leaf * 2.0**-power if power else leaf
         return leaf.half() if path in self.narrow else leaf
@@ -115,14 +154,16 @@ class _Outputs:
         if unknown := [path for path in unknown if not _harmless(path)]:
             raise ValueError(
                 f"to_fp16: {self.path or type(module).__name__} was scaled for calls that do not return {unknown[0]}, "
-                "whose power of two is not known: undo, and pass a sample that returns it"
+                "whose power of two is not known: undo, and pass a sample that returns it (output_hidden_states, "
+                "return_dict)"
             )
         if not self.powers:
             return output
-        leaves, spec = tree_flatten_with_path(output)
-        powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
-        values = [leaf.float() * 2.0**power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
-        return tree_unflatten(values, spec)
+        return replaced(output, self._restored)
+
+    def _restored(self, path: str, leaf: Tensor) -> Tensor:
+        power = self.powers.get(path, 0)
+        return leaf.float() * 2.0**power if power else leaf
 
 
 def hook_islands(models: Models, plan: Plan) -> Iterable[Any]:
@@ -139,105 +180,3 @@ def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _narrow(module: torch.nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.half() if each.dtype == torch.float32 else each, output)
-
-
-class Counters:
-    """Counts values of scaled modules that pass the planned limit, and outputs that are not finite.
-
-    Nothing here waits for the device: counts stay there, and a copy that has arrived by the next call is looked at.
-
-    Parameters
-    ----------
-    models : mapping of str to torch.nn.Module
-    watched : list of str
-        Paths of modules whose results are compared with the limit.
-    entries : list of str
-        Paths of outermost modules, whose results are checked for infinities.
-    margin : float
-        The planned limit is 65504 / margin.
-    """
-
-    def __init__(self, models: Models, watched: list[str], entries: list[str], margin: float) -> None:
-        self.names = [*watched, *entries]
-        self.limit = LARGEST / margin
-        self.calls = 0
-        self._largest: dict[torch.device, Tensor] = {}
-        self._arriving: list[tuple[Tensor, torch.cuda.Event | None]] = []
-        self._warned: set[str] = set()
-        self._finite_from = len(watched)
-        self.handles = []
-        for index, name in enumerate(self.names):
-            module = module_at(models, name)
-            if index >= self._finite_from:
-                self.handles.append(module.register_forward_pre_hook(self._begin))
-            self.handles.append(module.register_forward_hook(self._hook(index)))
-
-    def _hook(self, index: int) -> Any:
-        def look(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or (index < self._finite_from and self.calls % EVERY != 1):
-                return
-            for _, leaf in float_leaves(output)[:1]:
-                largest = self._on(leaf.device)
-                if leaf.numel():
-                    torch.maximum(largest[index], leaf.detach().abs().amax().float(), out=largest[index])
-
-        return look
-
-    def _on(self, device: torch.device) -> Tensor:
-        if device not in self._largest:
-            self._largest[device] = torch.zeros(len(self.names), device=device)
-        return self._largest[device]
-
-    def _begin(self, module: torch.nn.Module, args: Any) -> None:
-        """Look at the counts that have arrived, and send the next ones."""
-        if torch.compiler.is_compiling():
-            return
-        self.calls += 1
-        self._arriving = [pair for pair in self._arriving if not self._seen(*pair)]
-        if not self._arriving:
-            for largest in self._largest.values():
-                self._send(largest)
-
-    def _send(self, largest: Tensor) -> None:
-        if largest.device.type != "cuda":
-            self._warn(largest)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        host = torch.empty(largest.shape, pin_memory=True)
-        host.copy_(largest, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._arriving.append((host, event))
-
-    def _seen(self, host: Tensor, event: torch.cuda.Event | None) -> bool:
-        if event is not None and not event.query():
-            return False
-        self._warn(host)
-        return True
-
-    def _warn(self, host: Tensor) -> None:
-        for name, (value, kind) in self.beyond(host).items():
-            if name not in self._warned:
-                self._warned.add(name)
-                what = "returned infinity or NaN" if kind == "infinite" else f"reached {value:.4g}"
-                warnings.warn(
-                    f"to_fp16: {name or 'the model'} {what}; the sample allowed {self.limit:.4g} "
-                    f"(65504 / {LARGEST / value:.3g} now): undo, and call to_fp16 with this input as its sample",
-                    stacklevel=4,
-                )
-
-    def beyond(self, host: Tensor | None = None) -> dict[str, tuple[float, str]]:
-        """Return the modules that passed the limit, each with its largest value.
-
-        Without `host`, wait for the device.
-        """
-        counts = [host] if host is not None else [each.cpu() for each in self._largest.values()]
-        found: dict[str, tuple[float, str]] = {}
-        for count in counts:
-            for index, value in enumerate(count.tolist()):
-                if not value < float("inf"):
-                    found[self.names[index]] = value, "infinite"
-                elif value > self.limit and index < self._finite_from:
-                    found[self.names[index]] = value, "large"
-        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
+from pasa.fp16.containers import float_leaves, replaced
 from pasa.fp16.exponents import Equations, Form
 from pasa.fp16.operators import VIEWS
 from pasa.fp16.tracks import Cut, Track
@@ -268,7 +269,7 @@ class Tracer(TorchDispatchMode):
             self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
             return view
 
-        bound.arguments.update(_replaced(dict(bound.arguments), enter))
+        bound.arguments.update(replaced(dict(bound.arguments), enter))
         return bound.args, bound.kwargs
 
     def _peak(self, tensor: Tensor) -> Tensor:
@@ -315,34 +316,16 @@ class Tracer(TorchDispatchMode):
             track = self.track(tensor)
             hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
             if track.constant or not hidden:
-                self.pin(track, f"returns {path}")
+                self.pin(track, f"returns {path or 'it'}")
                 return tensor
             outputs[path] = self.single(track) or {}
             copy = self._times(tensor, powers.get(path, 0))
             self._tracks[copy] = Track(({},))
             return copy
 
-        return _replaced(output, leave)
+        return replaced(output, leave)
 
 
 def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
     """Return the arguments of a call of a module by name."""
     return inspect.signature(module.forward).bind(*args, **kwargs)
-
-
-def float_leaves(value: Any) -> list[tuple[str, Tensor]]:
-    """Return all floating-point tensors in nested containers, each with its path."""
-    leaves, _ = tree_flatten_with_path(value)
-    return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _replaced(value: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return nested containers with all floating-point tensors changed by a function of their path and themselves."""
-    leaves, spec = tree_flatten_with_path(value)
-    return tree_unflatten(
-        [
-            change(keystr(path), leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-            for path, leaf in leaves
-        ],
-        spec,
-    )

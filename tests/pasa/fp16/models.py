@@ -271,7 +271,7 @@ def large(family: str) -> Any:
 
 def outputs(model: Any, family: str, **arguments: Any) -> dict[str, Tensor]:
     """Return everything that a caller can read: logits, embeddings and hidden states, by name."""
-    from pasa.fp16.tracing import float_leaves
+    from pasa.fp16.containers import float_leaves
 
     inputs = {**FAMILIES[family].inputs(), **arguments, "output_hidden_states": True}
     inputs = {
