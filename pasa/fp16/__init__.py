@@ -59,6 +59,12 @@ def to_fp16(
 
     The model is unchanged after an error.
 
+    Examples
+    --------
+    >>> with pasa.to_fp16(model, {"input_ids": ids}, keep_original="cpu") as handle:
+    ...     handle.report().basis, model(ids).logits.dtype, model.dtype
+    ('measured', torch.float32, torch.float16)
+
     Notes
     -----
     The converted model is called as the sample called it. A module within it raises an error if it is called on its

@@ -92,6 +92,15 @@ class Fp16Handle:
     """A model that was converted by `to_fp16`; :meth:`undo` restores it where the original was kept.
 
     Leaving a ``with`` block undoes the conversion.
+
+    Examples
+    --------
+    >>> handle = pasa.to_fp16(model, keep_original="cpu")
+    >>> handle
+    <Fp16Handle active: Qwen2ForCausalLM>
+    >>> handle.undo()
+    >>> handle.active
+    False
     """
 
     def __init__(self, make_report: Callable[[], Fp16Report], undo: Callable[[], None]) -> None:
