@@ -61,6 +61,12 @@ def to_fp16(
     TypeError, ValueError
         The object is no model; the sample does not fit; the margin is below 1.
 
+    Examples
+    --------
+    >>> with pasa.to_fp16(model, {"input_ids": ids}, keep_original="cpu") as handle:
+    ...     handle.report().basis, model(ids).logits.dtype, model.dtype
+    ('measured', torch.float32, torch.float16)
+
     Notes
     -----
     The model is unchanged after an error. It is for inference: gradients of scaled parameters are scaled. A copy of the

@@ -81,6 +81,12 @@ class CheckpointConversion(Conversion):
             self.plan_and_convert()
         except OverflowError as error:
             raise ValueError(str(error)) from None
+        except NotImplementedError as error:
+            if not str(error).startswith("to_fp16:"):
+                raise
+            raise NotImplementedError(
+                f"{error}; a checkpoint can say less than a running model: load it and call pasa.to_fp16"
+            ) from None
         except ArithmeticError as error:
             raise NotImplementedError(f"to-fp16: {error}") from None
         except RuntimeError as error:

@@ -122,6 +122,15 @@ class Fp16Handle:
 
     Leaving a ``with`` block undoes the conversion; of nested blocks, the outermost does. The model stays converted when
     the handle is deleted.
+
+    Examples
+    --------
+    >>> handle = pasa.to_fp16(model, keep_original="cpu")
+    >>> handle
+    <Fp16Handle active: Qwen2ForCausalLM>
+    >>> handle.undo()
+    >>> handle.active
+    False
     """
 
     def __init__(self, make_report: Callable[[], Fp16Report], undo: Callable[[], None], *, kept: bool = True) -> None:

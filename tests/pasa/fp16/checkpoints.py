@@ -7,9 +7,26 @@ from typing import Any
 
 import torch
 
-from tests.pasa.fp16 import models
+SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
-SIZES, HEADS = models.SIZES, models.HEADS
+
+def qwen2() -> Any:
+    from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS))
+
+
+def gemma3() -> Any:
+    from transformers.models.gemma3 import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **HEADS, head_dim=16, pad_token_id=0))
+
+
+def gpt2() -> Any:
+    from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64))
 
 
 def llama() -> Any:
@@ -41,7 +58,8 @@ def deepseek_v2() -> Any:
     return DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES, **heads, **parts, **experts, n_group=1, topk_group=1))
 
 
-FAMILIES = {**models.FAMILIES, "llama": llama, "phi3": phi3, "qwen3_moe": qwen3_moe, "deepseek_v2": deepseek_v2}
+BUILDERS = (qwen2, gemma3, gpt2, llama, phi3, qwen3_moe, deepseek_v2)
+FAMILIES = {builder.__name__: builder for builder in BUILDERS}
 LARGE = {
     "mlp.up_proj.weight": 2.0**8,
     **dict.fromkeys(("gate_up_proj.weight", "experts.gate_up_proj", "c_fc.weight"), 2.0**4),
