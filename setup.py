@@ -37,6 +37,7 @@ DEV = [
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "mkdocs-material==9.8.1",  # the site in docs/; a build finds links that lead nowhere
     "mkdocstrings-python==2.0.11",  # its reference, made from docstrings
+    "peft>=0.17",  # pasa.to_fp16 refuses its adapters
     "numpy<2.4",  # Triton 3.6's interpreter
     *VIDEO,
     *LONGBENCH,

@@ -284,7 +284,7 @@ BAD = {
     "policy": (lambda: pasa.patch_pipeline(LINEAR, policy="some"), ValueError, "'some'", "policy must be"),
     "patch config": (lambda: pasa.patch_pipeline(LINEAR, config={}), TypeError, "config is a dict", "PasaConfig"),
     "patch backend": (lambda: pasa.patch_pipeline(LINEAR, backend="x"), ValueError, "backend='x'", "registered: "),
-    "margin": (lambda: pasa.to_fp16(LINEAR, margin=0.5), ValueError, "got 0.5", "at least 1"),
+    "margin": (lambda: pasa.to_fp16(LINEAR, margin=0.5), ValueError, "got 0.5", "from 1 to below 65504"),
     "convert a name": (lambda: pasa.to_fp16("llama"), TypeError, "'llama'", "from_pretrained"),
     "what to keep": (lambda: pasa.to_fp16(LINEAR, keep_original=True), ValueError, "got True", '"cpu" or None'),
     "watch a name": (lambda: pasa.watch("llama"), TypeError, "'llama'", "from_pretrained"),
