@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 import pasa
 from pasa.eval.kit.embedded_model import load_model, require_built_in
 from pasa.eval.kit.gemma_model import load_gemma, require_gemma
 from pasa.eval.kit.residual_fixture import amplify_residual
+from pasa.eval.models.to_fp16.run import run_to_fp16
 
 AMPLIFICATION = 16
 """SmolLM2's residual stream reaches 25,487; times 16 it is beyond 4 x 65504 in 17 of 30 layers."""
@@ -47,33 +52,45 @@ SUBJECTS = {
 
 
 @contextmanager
-def patched(model: Any) -> Iterator[Any]:
+def patched(model: Any, _: Any) -> Iterator[Any]:
     """Yield the model in FP16, with attention that cannot overflow."""
     with pasa.patch_pipeline(model.half()):
         yield model
 
 
 @contextmanager
-def converted(model: Any) -> Iterator[Any]:
+def converted(model: Any, _: Any) -> Iterator[Any]:
     """Yield the model as `pasa.to_fp16` converts it."""
     pasa.to_fp16(model)
     yield model
 
 
+@contextmanager
+def written(model: Any, tokenizer: Any) -> Iterator[Any]:
+    """Yield what transformers alone loads from the folder that `pasa to-fp16` writes."""
+    with TemporaryDirectory() as folder:
+        source, out = Path(folder, "fp32"), Path(folder, "fp16")
+        model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        run_to_fp16(str(source), str(out), skip_check=True)
+        yield type(model).from_pretrained(out, dtype=torch.float16).eval()
+
+
 @dataclass(frozen=True)
 class Arm:
-    """A way to run a model: its title in tables, and a context that turns an FP32 model into it."""
+    """A way to run a model: its title in tables, and a context that turns an FP32 model and its tokenizer into it."""
 
     title: str
-    prepare: Callable[[Any], Any]
+    prepare: Callable[[Any, Any], Any]
 
 
-REFERENCE, BF16, CONVERTED = "fp32", "bf16", "to-fp16"
+REFERENCE, BF16, CONVERTED, WRITTEN = "fp32", "bf16", "to-fp16", "written"
 UNCONVERTED = ("fp16", "fp16-patched")
 ARMS = {
-    REFERENCE: Arm("FP32", nullcontext),
-    BF16: Arm("BF16", lambda model: nullcontext(model.bfloat16())),
-    "fp16": Arm("FP16, as it is", lambda model: nullcontext(model.half())),
+    REFERENCE: Arm("FP32", lambda model, _: nullcontext(model)),
+    BF16: Arm("BF16", lambda model, _: nullcontext(model.bfloat16())),
+    "fp16": Arm("FP16, as it is", lambda model, _: nullcontext(model.half())),
     "fp16-patched": Arm("FP16, patched attention", patched),
     CONVERTED: Arm("FP16, pasa.to_fp16", converted),
+    WRITTEN: Arm("FP16, written by pasa to-fp16", written),
 }

@@ -9,7 +9,7 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import outcome
 from pasa.eval.kit.gemma_model import NOTICE
 from pasa.eval.kit.tables import Column, Table, percent, short
-from pasa.eval.models.whole_model.arms import ARMS, BF16, CONVERTED, REFERENCE, UNCONVERTED
+from pasa.eval.models.whole_model.arms import ARMS, BF16, CONVERTED, REFERENCE, UNCONVERTED, WRITTEN
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -85,16 +85,18 @@ def _overflow(title: str, arms: Mapping[str, Record]) -> list[str]:
 
 
 def _conversion(title: str, arms: Mapping[str, Record]) -> list[str]:
-    """Return a sentence if the model was converted and is finite."""
-    ours, bf16 = arms.get(CONVERTED), arms.get(BF16)
-    if ours is None or not ours["kl"]:
-        return []
-    times = f", KL divergence {bf16['kl'] / ours['kl']:,.0f} times below BF16's" if bf16 and bf16["kl"] else ""
-    return [
-        f"{title} after pasa.to_fp16: {100 * ours['top1_agreement']:.2f} % of the top tokens are FP32's"
-        f"{_gap(ours)}, perplexity "
-        f"{change(ours['perplexity'], arms[REFERENCE]['perplexity']):+.4f} %{times}."
-    ]
+    """Return a sentence for each conversion, in memory and on disk, whose result is finite."""
+    sentences, bf16 = [], arms.get(BF16)
+    for arm, name in ((CONVERTED, "after pasa.to_fp16"), (WRITTEN, "written by pasa to-fp16 and loaded without pasa")):
+        ours = arms.get(arm)
+        if ours is None or not ours["kl"]:
+            continue
+        times = f", KL divergence {bf16['kl'] / ours['kl']:,.0f} times below BF16's" if bf16 and bf16["kl"] else ""
+        sentences.append(
+            f"{title} {name}: {100 * ours['top1_agreement']:.2f} % of the top tokens are FP32's{_gap(ours)}, "
+            f"perplexity {change(ours['perplexity'], arms[REFERENCE]['perplexity']):+.4f} %{times}."
+        )
+    return sentences
 
 
 def _gap(run: Record) -> str:

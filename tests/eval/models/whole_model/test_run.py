@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import transformers as hf
 from pasa.eval.kit import output
 from pasa.eval.models.whole_model import arms, measuring, run
 from pasa.eval.models.whole_model.report import table, verdict
+from tests.pasa.fp16 import checkpoints
 
-VOCABULARY = 97
+VOCABULARY = 128
 
 
 def tokenizer(begin):
@@ -135,6 +137,19 @@ def test_fp16_fails_where_the_residual_stream_overflows(subjects):
     assert "inf" in table(stored, "gemma").markdown()
 
 
+def test_a_written_model_runs_without_pasa(gemma):
+    """Its folder holds all that FP16 needs: no hook, no patched attention."""
+    ids = torch.arange(3, 40)[None]
+    expected = gemma(ids).logits.detach()
+    with arms.ARMS["written"].prepare(copy.deepcopy(gemma), checkpoints.tokenizer()) as model:
+        logits = model(ids).logits.detach()
+    assert not copy.deepcopy(gemma).half()(ids).logits.isfinite().any()
+    assert logits.dtype == torch.float16
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.allclose(logits.float(), expected, atol=5e-3 * float(expected.abs().max()))
+
+
 def test_names_that_are_not_known_are_refused():
     with pytest.raises(ValueError, match="'fp8' is not one of fp32, bf16"):
         run.run_whole_model(arms=["fp8"])
@@ -147,6 +162,7 @@ GOOD = {
     "bf16": {"perplexity": 25.1, "kl": 8e-4},
     "fp16": {"nonfinite_logits": 1.0},
     "to-fp16": {"perplexity": 25.001, "kl": 2e-5, "top1_agreement": 0.999, "greedy_gap": None},
+    "written": {"perplexity": 25.009, "kl": 4e-5, "top1_agreement": 0.996, "greedy_gap": 0.5},
 }
 
 
@@ -174,6 +190,9 @@ def judged(arm="fp32", **changes):
         ("to-fp16", {"greedy_gap": 0.009}, []),
         ("to-fp16", {"perplexity": None, "kl": None}, ["gemma_finite", "gemma_kl_below_bf16"]),
         ("to-fp16", {"first_nonfinite": {"module": "lm_head"}}, ["gemma_finite", "gemma_kl_below_bf16"]),
+        ("written", {"top1_agreement": 0.9949}, ["gemma_written_top1"]),
+        ("written", {"perplexity": 25.0126}, ["gemma_written_perplexity"]),
+        ("written", {"perplexity": None, "kl": None}, ["gemma_written_finite"]),
     ],
 )
 def test_each_check_fails_for_its_own_reason(arm, changes, failing):
