@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import editing, running
 from pasa.fp16.handle import Fp16Report, ScaledModule
-from pasa.fp16.planning import LARGEST, Peak, Plan, inside, peaks_of, plan_for
+from pasa.fp16.planning import LARGEST, Peak, Plan, inside, modules_with_constants, peaks_of, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -42,6 +42,8 @@ class Conversion:
         self.models, self.run, self.margin = models, run, margin
         self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
         self.plan = Plan()
+        self._fixed = self._kept_buffers()
+        self._upcasts = [model for model in models.values() if getattr(_config(model), "force_upcast", False)]
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
         self._tracer = Tracer(models, {})
@@ -58,17 +60,26 @@ class Conversion:
         RuntimeError
             A result did not follow the powers of two; the message names the module.
         """
-        fixed = self._kept_buffers()
+        fixed = self._fixed
+        self._set_upcasts(False)
         self._set({name: data if name in fixed else data.to(TRACED) for name, data in self.originals.items()})
         tracer = self._trace({})
         cuts = self._partitions(tracer)
+        added: dict[str, running.Epilogue] = {}
         if cuts:
             tracer = self._trace(cuts)
+        if epilogues := modules_with_constants(tracer, self.margin):
+            added = {name: running.Epilogue() for name in sorted(epilogues)}
+            self._hooks += [editing.module_at(self.models, name).register_forward_hook(added[name]) for name in added]
+            tracer = self._trace(cuts, epilogues)
         peaks = {name: float(data.abs().max()) if data.numel() else 0.0 for name, data in self.originals.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
+        for name, power in self.plan.epilogues.items():
+            added[name].factor = 2.0**-power
+        self._hooks += running.hook_entries(self.models, self.plan, tracer.known)
         _confirm(self.plan, self._trace(cuts))
         self._set(dict(self._in_fp16(fixed)))
 
@@ -80,8 +91,8 @@ class Conversion:
         RuntimeError
             A module returns infinity or NaN.
         """
-        self._hooks = [*running.hook_entries(self.models, self.plan, self._tracer.known)]
         self._hooks += running.hook_islands(self.models, self.plan)
+        self._hooks += running.hook_unmeasured(self._tracer.modules, self._tracer.ran)
         with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
             self.run()
         if watch.first is not None and watch.first["origin"]:
@@ -118,6 +129,7 @@ class Conversion:
         """Put everything back as it was."""
         for hook in self._hooks:
             hook.remove()
+        self._set_upcasts(True)
         if self.patch is not None:
             self.patch.unpatch()
         if self._scaled_constants:
@@ -148,8 +160,13 @@ class Conversion:
         for name, tensor in self._tensors().items():
             tensor.data = data[name]
 
-    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> Tracer:
-        tracer = Tracer(self.models, cuts)
+    def _set_upcasts(self, value: bool) -> None:
+        """Say in the configs of autoencoders whether pipelines convert them to FP32."""
+        for model in self._upcasts:
+            model.register_to_config(force_upcast=value)  # type: ignore[operator]
+
+    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], epilogues: Set[str] = frozenset()) -> Tracer:
+        tracer = Tracer(self.models, cuts, self._fixed, epilogues)
         with _seeded(), tracer.running():
             self.run()
         return tracer
@@ -212,6 +229,10 @@ class Conversion:
             scaled = math.ldexp(peak.value, -power)
             if power or peak.value * self.margin > LARGEST:
                 yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
+
+
+def _config(model: torch.nn.Module) -> Any:
+    return getattr(model, "config", None)
 
 
 def _confirm(plan: Plan, tracer: Tracer) -> None:

@@ -123,6 +123,10 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
         if total is not None:
             return total
     forms = [form for track in known if (form := tracer.single(track)) is not None]
+    if any(tracer.equations.resolve(form) for form in forms):
+        for track in known:
+            if track.constant:
+                tracer.add_constant(track)
     for form in forms[1:]:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
     if forms and operation.name in WITH_NUMBERS:

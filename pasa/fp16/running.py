@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -32,6 +32,36 @@ def hook_entries(models: Models, plan: Plan, known: dict[str, set[str]]) -> Iter
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
         if plan.outputs.get(name):
             yield module.register_forward_hook(_Outputs(plan.outputs[name]))
+
+
+def hook_unmeasured(modules: Mapping[torch.nn.Module, str], ran: Set[torch.nn.Module]) -> Iterable[Any]:
+    """Refuse calls of modules with parameters that the sample did not run: nobody knows how they must be scaled."""
+    for module, name in modules.items():
+        if module not in ran and next(module.parameters(recurse=False), None) is not None:
+            yield module.register_forward_pre_hook(_Unmeasured(name))
+
+
+class _Unmeasured:
+    """Refuses the call of a module that the sample did not run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        raise RuntimeError(
+            f"to_fp16: {self.name} did not run on the sample, so it was not scaled: undo, and pass a sample "
+            "that runs it"
+        )
+
+
+class Epilogue:
+    """Multiplies the floating-point results of a module by a factor, 1 until the powers of two are chosen."""
+
+    factor = 1.0
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Return the results times the factor."""
+        return tree_map_only(Tensor, lambda each: each * self.factor if each.is_floating_point() else each, output)
 
 
 class _Inputs:
@@ -88,9 +118,10 @@ class _Outputs:
 def hook_islands(models: Models, plan: Plan) -> Iterable[Any]:
     """Run the modules that stay in FP32 on FP32 inputs, and round what they return to FP16."""
     for name in plan.islands:
-        module = module_at(models, name)
-        yield module.register_forward_pre_hook(_widen, with_kwargs=True)
-        yield module.register_forward_hook(_narrow)
+        island = module_at(models, name)
+        for module in island.modules():  # in between, a model may round to the precision that its caller passed
+            yield module.register_forward_pre_hook(_widen, with_kwargs=True)
+        yield island.register_forward_hook(_narrow)
 
 
 def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

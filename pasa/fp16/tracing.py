@@ -8,9 +8,9 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
-from pasa.fp16.exponents import Equations, Form
-from pasa.fp16.operators import VIEWS
+from pasa.fp16.exponents import Equations, Form, add
+from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
 from pasa.fp16.tracks import Cut, Track
 
 TRACED = torch.bfloat16
@@ -73,12 +73,26 @@ class Tracer(TorchDispatchMode):
         The models, by the names that begin the paths of their modules ("" for a model alone).
     cuts : mapping of str to (int, tuple of cuts)
         Parts of fused parameters that have exponents of their own, each with the dimension (from the end) that is cut.
+    computed : set of str, optional
+        Buffers that the model can compute again, such as position embeddings for another image size. They are not
+        scaled.
+    epilogues : set of str, optional
+        Modules whose results are scaled after them, because a constant is added inside that no parameter holds.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], cuts: Mapping[str, tuple[int, tuple[Cut, ...]]]) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        computed: Set[str] = frozenset(),
+        epilogues: Set[str] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.equations = Equations()
         self.cuts = cuts
+        self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
+        self.constant_sums: list[tuple[int, str]] = []
+        self.ran: set[torch.nn.Module] = set()
         self.wanted: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []
         self.parameters: dict[str, Track] = {}
@@ -91,13 +105,15 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
+        self._outside: list[tuple[Tensor, Track | None]] = []
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
                 self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if tensor.is_floating_point() and tensor.numel() > 1:
-                    self._names.setdefault(id(tensor), ".".join(filter(None, (prefix, path))))
+                name = ".".join(filter(None, (prefix, path)))
+                if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
+                    self._names.setdefault(id(tensor), name)
 
     @property
     def module(self) -> str:
@@ -117,6 +133,18 @@ class Tracer(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and id(leaf) not in self._names:
                 self._tracks[leaf] = track
+
+    def _operand(self, tensor: Tensor, *, written: bool) -> Track:
+        """Return the exponent of a tensor that is read; one made as zeros may have been written by another name."""
+        track = self.track(tensor)
+        if track.forms is None and not written and bool((tensor != 0).any()):
+            track.forms = ({},)
+        return track
+
+    def add_constant(self, constant: Track) -> None:
+        """Note that a constant is added to a tensor that could be scaled, and where scaling would have to follow."""
+        module = self.module if constant.origin is None else constant.origin
+        self.constant_sums.append((len(self.operations) - 1, module))
 
     def _parameter(self, parameter: Tensor) -> Track:
         name = self._names[id(parameter)]
@@ -172,13 +200,15 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        tracks = [self.track(tensor) for tensor in tensors]
-        out = function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
+        first = args[0] if name in VIEWS or name.endswith("_") else None
+        tracks = [self._operand(tensor, written=tensor is first) for tensor in tensors]
+        out = function(*args, **kwargs)
         if all(track.constant for track in tracks):
             shared = tracks[0] if tracks and name in VIEWS else None
             zeros = rules.makes_zeros(name, args)
-            self.put(out, shared or Track(None if zeros else ({},), constant=True))
+            origin = tracks[0].origin if tracks and name in COPIES | HOMOGENEOUS else None
+            self.put(out, shared or Track(None if zeros else ({},), constant=True, origin=origin))
             return out
         operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
         self.operations.append(operation)
@@ -214,14 +244,18 @@ class Tracer(TorchDispatchMode):
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Note which module runs; the inputs of an outermost module have exponents of their own."""
+        self.ran.add(module)
         if not self.stack:
+            self._outside = []
             inputs = self.inputs.setdefault(self.modules[module], {})
             for name, tensor in float_leaves(dict(bind(module, args, kwargs).arguments)):
                 self.known.setdefault(self.modules[module], set()).add(name)
-                if tensor not in self._tracks:
-                    if name not in inputs:
-                        inputs[name] = self.equations.unknown(f"input {name} of {self.modules[module] or 'the model'}")
-                    self._tracks[tensor] = Track((inputs[name],))
+                outside = self._tracks.get(tensor)
+                self._outside.append((tensor, outside))
+                if name not in inputs:
+                    inputs[name] = self.equations.unknown(f"input {name} of {self.modules[module] or 'the model'}")
+                entered = self.single(outside) if outside is not None else {}
+                self._tracks[tensor] = Track(None if entered is None else (add(entered, inputs[name]),))
         self.stack.append(module)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -234,6 +268,11 @@ class Tracer(TorchDispatchMode):
         name = self.modules[module]
         leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
         self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
+        if name in self.epilogues:
+            self._scale_results(name, leaves)
+        for _, leaf, track in leaves:
+            if track.constant and track.origin is None and name not in self.epilogues:
+                self._tracks[leaf] = replace(track, origin=name)
         if len(self.stack) == 1:
             outputs = self.outputs.setdefault(name, {})
             hidden = [each for each in leaves if "hidden_states" in each[0] and "last_hidden" not in each[0]]
@@ -241,7 +280,23 @@ class Tracer(TorchDispatchMode):
                 if not any(path == other for other, _, _ in hidden):
                     self.pin(track, f"returns {path}")
             outputs.update({path: self.single(track) or {} for path, _, track in hidden})
+            for _, leaf, track in hidden:
+                self._tracks[leaf] = Track(({},), producer=track.producer)
+            for tensor, outside in self._outside:
+                if outside is None:
+                    self._tracks.pop(tensor, None)
+                else:
+                    self._tracks[tensor] = outside
         self.stack.pop()
+
+    def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
+        """Add the exponent of a module's epilogue to those of its results."""
+        epilogue = self.epilogues[name] or self.equations.unknown(f"results of {name}")
+        self.epilogues[name] = epilogue
+        for _, leaf, track in leaves:
+            form = self.single(track)
+            if form is not None:
+                self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)
 
 
 def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
