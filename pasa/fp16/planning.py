@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
+from pasa.fp16.rules import INFINITE
 from pasa.fp16.tracing import Constant, Tracer
 from pasa.fp16.tracks import Cut
 
@@ -144,7 +145,9 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                     f"to_fp16: {operation.module or 'the model'} computes {value} in {operation.name} already in BF16, "
                     "which has the range of FP32: no power of two helps; pass a sample that fits the model"
                 )
-            yield Peak(operation.module, operation.name, tracer.equations.resolve(form), value, margin, index)
+            resolved = tracer.equations.resolve(form)
+            if resolved or value < INFINITE:  # the lowest number of BF16 in a mask becomes that of FP16
+                yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
 def choose(peaks: list[Peak]) -> dict[int, int]:

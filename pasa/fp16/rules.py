@@ -37,6 +37,10 @@ INFINITE = 1e30
 """Numbers from here on stand for infinity, as the smallest number of a dtype does in a mask."""
 
 
+SMALLEST_DIVISOR = 2.0**-25
+"""FP16 rounds numbers below it to 0. As a lower bound, as of the norm in `normalize`, they act on zeros alone."""
+
+
 def makes_zeros(name: str, args: Any) -> bool:
     """Return whether a tensor that an operator makes is 0 everywhere, or will be written before it is read."""
     filled = args[-1] if name in FILLS and len(args) > 1 else None
@@ -131,7 +135,8 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
     if forms and operation.name in WITH_NUMBERS:
         for number in numbers if operation.name != "constant_pad_nd" else _numbers(args[2:]):
-            tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
+            if not (operation.name.startswith("clamp_min") and abs(number) < SMALLEST_DIVISOR):
+                tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
     return _of(forms[0] if forms else None)
 
 

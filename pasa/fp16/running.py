@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
+from torch.utils._pytree import keystr, tree_map_only, tree_unflatten
 
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.planning import LARGEST, Plan
-from pasa.fp16.tracing import bind, float_leaves
+from pasa.fp16.tracing import bind, flatten, float_leaves
 
 EVERY = 16
 """Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
@@ -85,7 +85,7 @@ class _Inputs:
             )
         if not self.powers:
             return None
-        leaves, spec = tree_flatten_with_path(dict(bound.arguments))
+        leaves, spec = flatten(dict(bound.arguments))
         powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
         values = [leaf * 2.0**-power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
         bound.arguments.update(tree_unflatten(values, spec))
@@ -109,7 +109,7 @@ class _Outputs:
         self.powers = powers
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        leaves, spec = tree_flatten_with_path(output)
+        leaves, spec = flatten(output)
         powers = [self.powers.get(keystr(path), 0) for path, _ in leaves]
         values = [leaf.float() * 2.0**power if power else leaf for (_, leaf), power in zip(leaves, powers, strict=True)]
         return tree_unflatten(values, spec)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 TOKENS = 256
 """Length of the built-in sequence of token ids."""
@@ -28,7 +29,8 @@ def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
     if sample is None:
         return _built_in(model_or_pipeline)
     if isinstance(sample, Tensor):
-        return lambda: model_or_pipeline(sample)
+        following = _following(model_or_pipeline)
+        return lambda: model_or_pipeline(following(sample))
     if isinstance(sample, Mapping):
         return _repeated(model_or_pipeline, sample)
     if callable(sample):
@@ -39,15 +41,34 @@ def runner(model_or_pipeline: Any, sample: Any) -> Callable[[], object]:
     )
 
 
+def _precision(model: torch.nn.Module) -> torch.dtype | None:
+    """Return the precision of a model's first floating-point parameter."""
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+
+
+def _following(model_or_pipeline: Any) -> Callable[[Any], Any]:
+    """Return a function that converts tensors in the precision that a model has now to the one it has then."""
+    if not isinstance(model_or_pipeline, torch.nn.Module):
+        return lambda arguments: arguments
+    model, original = model_or_pipeline, _precision(model_or_pipeline)
+
+    def convert(arguments: Any) -> Any:
+        dtype = _precision(model)
+        return tree_map_only(Tensor, lambda each: each.to(dtype) if each.dtype == original else each, arguments)
+
+    return convert
+
+
 def _repeated(model_or_pipeline: Any, arguments: Mapping[str, Any]) -> Callable[[], object]:
     """Return a run that gives the same result each time: random generators among the arguments begin anew."""
     generators = [value for value in arguments.values() if isinstance(value, torch.Generator)]
     states = [generator.get_state() for generator in generators]
+    following = _following(model_or_pipeline)
 
     def run() -> object:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        return model_or_pipeline(**arguments)
+        return model_or_pipeline(**following(dict(arguments)))
 
     return run
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import SequenceKey, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
@@ -304,7 +304,22 @@ def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArgume
     return inspect.signature(module.forward).bind(*args, **kwargs)
 
 
+def flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the leaves of nested containers with their paths, and what `tree_unflatten` needs."""
+    try:
+        return tree_flatten_with_path(value)
+    except ValueError:  # the results of diffusers' models are registered without the names of their entries
+        leaves, spec = tree_flatten(value)
+        named = tree_flatten_with_path(dict(value))[0] if isinstance(value, Mapping) else []
+        paths = (
+            [path for path, _ in named]
+            if len(named) == len(leaves)
+            else [(SequenceKey(i),) for i in range(len(leaves))]
+        )
+        return list(zip(paths, leaves, strict=True)), spec
+
+
 def float_leaves(value: Any) -> list[tuple[str, Tensor]]:
     """Return all floating-point tensors in nested containers, each with its path."""
-    leaves, _ = tree_flatten_with_path(value)
+    leaves, _ = flatten(value)
     return [(keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
