@@ -105,6 +105,7 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
+        self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
         self._outside: list[tuple[Tensor, Track | None]] = []
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
@@ -114,6 +115,7 @@ class Tracer(TorchDispatchMode):
                 name = ".".join(filter(None, (prefix, path)))
                 if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
                     self._names.setdefault(id(tensor), name)
+                    self._named.append(tensor)
 
     @property
     def module(self) -> str:

@@ -19,10 +19,10 @@ VIDEO = {"image": PICTURE, "height": PIXELS, "width": PIXELS, "num_frames": 2, "
 def build(name):
     """Return a pipeline with large weights, and the arguments of its call."""
     if name == "StableVideoDiffusionPipeline":
-        pipeline, call = tiny_pipeline(), VIDEO | {"num_inference_steps": 2, "output_type": "np"}
+        pipeline, call = tiny_pipeline(), VIDEO | {"num_inference_steps": 1, "output_type": "np"}
     else:
         pipeline, call = pipelines.build(name)
-        call |= {"height": PIXELS, "width": PIXELS}
+        call |= {"num_inference_steps": 1, "height": PIXELS, "width": PIXELS}
         call |= {"image": call["image"][..., :PIXELS, :PIXELS]} if "image" in call else {}
     with torch.no_grad():
         for part, factors in (("unet", RESNETS), ("vae", RESNETS), ("transformer", BLOCK_OUTPUTS)):

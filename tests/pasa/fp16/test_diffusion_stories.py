@@ -242,6 +242,16 @@ def test_a_model_that_cannot_be_converted_keeps_its_config():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_a_model_that_is_moved_to_its_device_for_each_call():
+    """As by `enable_model_cpu_offload`, whose hook replaces a model's forward."""
+    accelerate = pytest.importorskip("accelerate")
+    family, model = FAMILIES["sd3"], FAMILIES["sd3"].model()
+    truth = family.run(model)[0]
+    accelerate.cpu_offload_with_hook(model, execution_device="cpu")
+    pasa.to_fp16(model, family.run)
+    assert relative_error(family.run(model)[0], truth) < 0.01
+
+
 def test_another_device_and_back():
     """`to` moves a scaled model, and nothing is counted as beyond the margin."""
     family, model = FAMILIES["unet"], FAMILIES["unet"].model()
