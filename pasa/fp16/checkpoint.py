@@ -8,7 +8,7 @@ in the folder, such as rotary frequencies, stays as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,16 @@ class CheckpointConversion(Conversion):
         self.values: dict[Entry, tuple[float, float]] = {}
         self._scalable: dict[Entry, Constant] = {}
 
-    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], plan: Plan | None = None) -> Tracer:
+    def _trace(
+        self,
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        plan: Plan | None = None,
+        epilogues: Set[str] = frozenset(),
+    ) -> Tracer:
         """Trace the model, and add the equations of a checkpoint."""
-        tracer = super()._trace(cuts, plan)
+        tracer = super()._trace(cuts, plan, epilogues)
         self._check_reached(tracer)
         self._scalable = epsilons.tie(tracer, self.entries)
-        for name in self._kept_buffers() & tracer.parameters.keys():
-            tracer.pin(tracer.parameters[name], f"{name} is not in the checkpoint")
         for inputs in tracer.inputs.values():
             for name, form in inputs.items():
                 tracer.equations.equate(form, {}, f"the input {name} is the caller's")
@@ -63,7 +66,7 @@ class CheckpointConversion(Conversion):
     def _check_reached(self, tracer: Tracer) -> None:
         """Refuse parameters that the sample does not reach, because their scale would be unknown."""
         for name, data in self.originals.items():
-            if data.numel() > 1 and name not in tracer.parameters and name not in self._kept_buffers():
+            if data.numel() > 1 and name not in tracer.parameters and name not in self._fixed:
                 raise NotImplementedError(
                     f"to-fp16: the sample does not reach {name}, so its power of two is not known: a longer text may "
                     "reach an expert; towers for images or sound are not supported"
@@ -97,6 +100,11 @@ class CheckpointConversion(Conversion):
             raise NotImplementedError(
                 f"to-fp16: {name} would have to run in FP32 ({why}), which a checkpoint cannot say: load the model and "
                 "call pasa.to_fp16"
+            )
+        for name in self.plan.epilogues:
+            raise NotImplementedError(
+                f"to-fp16: {name} adds or returns numbers that the model computes, so its results would have to be "
+                "scaled, which a checkpoint cannot say: load the model and call pasa.to_fp16"
             )
         for entry, place in self._scalable.items():
             if power := self.plan.constants.get(place, 0):

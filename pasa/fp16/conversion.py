@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import counting, editing, guards, running
+from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
-from pasa.fp16.planning import LARGEST, Peak, Plan, inside, peaks_of, plan_for
+from pasa.fp16.planning import LARGEST, Peak, Plan, inside, modules_with_constants, peaks_of, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -48,6 +50,10 @@ class Conversion:
         self.models, self.run, self.margin = models, run, margin
         self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
         self.plan = Plan()
+        self._fixed = self._kept_buffers()
+        self._upcasts = [
+            model for model in models.values() if getattr(getattr(model, "config", None), "force_upcast", False)
+        ]
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
         self._unreached: list[str] = []
@@ -67,14 +73,19 @@ class Conversion:
         RuntimeError
             A result did not follow the powers of two; the message names the module.
         """
-        fixed = self._kept_buffers()
-        self._set({name: data if name in fixed else data.to(TRACED) for name, data in self.originals.items()})
+        self._set_upcasts(False)
+        self._set({name: data if name in self._fixed else data.to(TRACED) for name, data in self.originals.items()})
         tracer = self._trace({})
         if not tracer.inputs:
             raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
+        epilogues = {name: running.Epilogue() for name in sorted(modules_with_constants(tracer, self.margin))}
+        for name, epilogue in epilogues.items():
+            self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogue))
+        if epilogues:
+            tracer = self._trace(cuts, epilogues=epilogues.keys())
         peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
@@ -82,8 +93,10 @@ class Conversion:
         self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
+        for name, power in self.plan.epilogues.items():
+            epilogues[name].factor = 2.0**-power
         _confirm(self.plan, self._trace(cuts, self.plan))
-        self._set(dict(self._in_fp16(fixed)))
+        self._set(dict(self._in_fp16()))
 
     def run_in_fp16(self) -> None:
         """Run the sample in FP16.
@@ -146,6 +159,7 @@ class Conversion:
         for _, undo in self._widened:
             undo()
         self._widened = []
+        self._set_upcasts(True)
         if self.patch is not None:
             self.patch.unpatch()
         if self._scaled_constants:
@@ -177,8 +191,19 @@ class Conversion:
         for name, tensor in self._tensors().items():
             tensor.data = data[name]
 
-    def _trace(self, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], plan: Plan | None = None) -> Tracer:
-        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs) if plan else Tracer(self.models, cuts)
+    def _set_upcasts(self, value: bool) -> None:
+        """Say in the configs of autoencoders whether pipelines convert them to FP32."""
+        for model in self._upcasts:
+            model.register_to_config(force_upcast=value)  # type: ignore[operator]
+
+    def _trace(
+        self,
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        plan: Plan | None = None,
+        epilogues: Set[str] = frozenset(),
+    ) -> Tracer:
+        plan = plan or Plan()
+        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
         with _seeded(), tracer.running():
             self.run()
         return tracer
@@ -202,11 +227,11 @@ class Conversion:
                 found[name] = dim, tuple(sorted(parts))
         return found
 
-    def _in_fp16(self, fixed: set[str]) -> Iterable[tuple[str, Tensor]]:
+    def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
         """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
         lost = total = 0
         for name, data in self.originals.items():
-            if name in fixed and name not in self.plan.scales:
+            if name in self._fixed:
                 yield name, data
                 continue
             exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
@@ -230,6 +255,9 @@ class Conversion:
             for index in indices:
                 if index in by_index and (module not in results or results[module].value < by_index[index].value):
                     results[module] = by_index[index]
+        for module in self.plan.epilogues.keys() & results.keys():
+            behind = self._tracer.equations.resolve(self._tracer.epilogues[module] or {})
+            results[module] = replace(results[module], form=add(results[module].form, behind))
         return results
 
     def _watched(self) -> list[str]:

@@ -66,6 +66,7 @@ def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterabl
     Layers are the innermost modules that are guarded, so that a forward pass does not become slower.
     """
     scaled: set[object] = {module_at(models, place.module) for place in plan.constants}
+    scaled |= {module_at(models, name) for name in plan.epilogues}
     scaled |= {tensor for name, tensor in named_tensors(models) if name in plan.scales or name in plan.offsets}
     entries = {id(module_at(models, name)): name for name in plan.inputs}
     for prefix, model in models.items():
@@ -123,7 +124,7 @@ class _Unreached:
 def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[str]:
     """Give parameters that the sample did not reach the powers of two of their siblings, such as other experts.
 
-    Siblings are modules of one list, with the same parameters. They must agree.
+    Siblings are modules of one list, with the same parameters. They must agree, and hold no epilogue.
 
     Returns
     -------
@@ -174,7 +175,8 @@ def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], pla
             [(plan.scales.get(f"{each}.{inner}"), plan.offsets.get(f"{each}.{inner}")) for inner in layout]
             for each in alike
         ]
-        if alike and all(each == powers[0] for each in powers):
+        followed = any(contains(each, epilogue) for each in alike for epilogue in plan.epilogues)
+        if alike and not followed and all(each == powers[0] for each in powers):
             return f"{alike[0]}.{tail}"
         return None
     return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
+from pasa.fp16.rules import INFINITE
 from pasa.fp16.tracing import Constant, Tracer
 from pasa.fp16.tracks import Cut
 
@@ -64,6 +65,8 @@ class Plan:
         Exponents of epsilons.
     inputs, outputs : dict of str to dict of str to int
         Exponents of what enters and leaves an outermost module, by module and path, where they are not 0.
+    epilogues : dict of str to int
+        Exponents of factors for the results of modules inside of which a constant is added.
     islands : dict of str to str
         Modules that stay in FP32, each with the reason.
     peaks : list of Peak
@@ -77,6 +80,7 @@ class Plan:
     constants: dict[Constant, int] = field(default_factory=dict)
     inputs: dict[str, dict[str, int]] = field(default_factory=dict)
     outputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    epilogues: dict[str, int] = field(default_factory=dict)
     islands: dict[str, str] = field(default_factory=dict)
     peaks: list[Peak] = field(default_factory=list)
     values: dict[int, int] = field(default_factory=dict)
@@ -120,7 +124,8 @@ def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], mar
     """
     plan = Plan(peaks=list(peaks_of(tracer, margin)))
     plan.islands = find_islands(tracer, plan.peaks)
-    counted = [peak for peak in plan.peaks if not inside(peak.module, plan.islands)]
+    returned = {index for island in plan.islands for index in tracer.results[island]}
+    counted = [peak for peak in plan.peaks if peak.index in returned or not inside(peak.module, plan.islands)]
     for name, track in tracer.parameters.items():
         if not inside(name, plan.islands):
             for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
@@ -142,7 +147,8 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                     "which has the range of FP32: no power of two helps; pass a sample that fits the model"
                 )
             resolved = tracer.equations.resolve(form)
-            if resolved or operation.name != "input":  # an input that cannot be scaled is the caller's
+            # an input that cannot be scaled is the caller's; the lowest number of BF16 in a mask becomes that of FP16
+            if resolved or (operation.name != "input" and value < INFINITE):
                 yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
@@ -192,6 +198,17 @@ def _raised(peak: Peak, values: dict[int, int]) -> Iterator[dict[int, int]]:
         yield {**values, unknown: values.get(unknown, 0) + step}
 
 
+def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
+    """Return the modules that add constants to tensors, if that may be why tensors that are too large cannot be scaled.
+
+    The results of such a module can be scaled behind it.
+    """
+    if not any(not peak.form and peak.needed > 0 for peak in peaks_of(tracer, margin)):
+        return set()
+    sums = [module for index, module in tracer.constant_sums if not tracer.operations[index].scores]
+    return {module for module in sums if module not in tracer.outputs}
+
+
 def inside(module: str, islands: dict[str, str]) -> bool:
     """Return whether a module is one of the islands, or inside of one."""
     return any(module == island or module.startswith(f"{island}.") for island in islands)
@@ -209,7 +226,9 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     islands: dict[str, str] = {}
     for index, peak in stuck.items():
         island = peak.module
-        while island not in tracer.results or any(result in stuck for result in tracer.results[island]):
+        while island not in tracer.results or (
+            island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
+        ):
             if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(
                     f"to_fp16: {peak.module or 'the model'} computes values up to {peak.value:.3g}, which FP16 cannot "
@@ -249,6 +268,9 @@ def _collect(tracer: Tracer, plan: Plan) -> None:
     for place, form in tracer.constants.items():
         if power := plan.exponent(resolve(form)):
             plan.constants[place] = power
+    for name, epilogue in tracer.epilogues.items():
+        if power := plan.exponent(resolve(epilogue or {})):
+            plan.epilogues[name] = power
     for kept, traced in ((plan.inputs, tracer.inputs), (plan.outputs, tracer.outputs)):
         for name, forms in traced.items():
             powers = {path: plan.exponent(resolve(form)) for path, form in forms.items()}

@@ -36,6 +36,9 @@ POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fracti
 INFINITE = 1e30
 """Numbers from here on stand for infinity, as the smallest number of a dtype does in a mask."""
 
+SMALLEST_DIVISOR = 2.0**-25
+"""FP16 rounds numbers below it to 0. As a lower bound, as of the norm in `normalize`, they act on zeros alone."""
+
 
 def makes_zeros(name: str, args: Any) -> bool:
     """Return whether a tensor that an operator makes is 0 everywhere, or will be written before it is read."""
@@ -144,12 +147,17 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
         if total is not None:
             return total
     forms = [form for track in known if (form := tracer.single(track)) is not None]
+    if any(tracer.equations.resolve(form) for form in forms):
+        for track in known:
+            if track.constant:
+                tracer.add_constant(track)
     for form in forms[1:]:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
     if forms and operation.name in WITH_NUMBERS:
         first = WITH_NUMBERS[operation.name]
         for number in numbers if first == 1 else _numbers(args[first:], kwargs):
-            tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
+            if not (operation.name.startswith("clamp_min") and abs(number) < SMALLEST_DIVISOR):
+                tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
     return _of(forms[0] if forms else None)
 
 

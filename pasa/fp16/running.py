@@ -53,6 +53,16 @@ def hook_entries(
         yield module.register_forward_hook(outputs, always_call=True)
 
 
+class Epilogue:
+    """Multiplies the floating-point results of a module by a factor, 1 until the powers of two are chosen."""
+
+    factor = 1.0
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Return the results times the factor."""
+        return tree_map_only(Tensor, lambda each: each * self.factor if each.is_floating_point() else each, output)
+
+
 class _Inputs:
     """Scales the inputs of an outermost module, and refuses calls that its powers of two do not fit."""
 
@@ -169,9 +179,10 @@ class _Outputs:
 def hook_islands(models: Models, plan: Plan) -> Iterable[Any]:
     """Run the modules that stay in FP32 on FP32 inputs, and round what they return to FP16."""
     for name in plan.islands:
-        module = module_at(models, name)
-        yield module.register_forward_pre_hook(_widen, with_kwargs=True)
-        yield module.register_forward_hook(_narrow)
+        island = module_at(models, name)
+        for module in island.modules():  # in between, a model may round to the precision that its caller passed
+            yield module.register_forward_pre_hook(_widen, with_kwargs=True)
+        yield island.register_forward_hook(_narrow)
 
 
 def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

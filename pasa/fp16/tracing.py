@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
 from pasa.fp16.containers import float_leaves, replaced
-from pasa.fp16.exponents import Equations, Form
-from pasa.fp16.operators import VIEWS
+from pasa.fp16.exponents import Equations, Form, add
+from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
 from pasa.fp16.tracks import Cut, Track
 
 TRACED = torch.bfloat16
@@ -80,6 +80,11 @@ class Tracer(TorchDispatchMode):
         Parts of fused parameters that have exponents of their own, each with the dimension (from the end) that is cut.
     inputs, outputs : mapping of str to mapping of str to int
         Exponents by which the inputs of outermost modules are scaled, and some of their outputs are scaled back.
+    computed : set of str, optional
+        Buffers that the model can compute again, such as position embeddings for another image size. They are not
+        scaled.
+    epilogues : set of str, optional
+        Modules whose results are scaled after them, because a constant is added inside that no parameter holds.
     """
 
     def __init__(
@@ -88,10 +93,14 @@ class Tracer(TorchDispatchMode):
         cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
         inputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         outputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        computed: Set[str] = frozenset(),
+        epilogues: Set[str] = frozenset(),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.equations = Equations()
         self.cuts = cuts
+        self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
+        self.constant_sums: list[tuple[int, str]] = []
         self.wanted: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []
         self.parameters: dict[str, Track] = {}
@@ -107,13 +116,16 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
+        self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
                 self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if tensor.is_floating_point() and tensor.numel() > 1:
-                    self._names.setdefault(id(tensor), ".".join(filter(None, (prefix, path))))
+                name = ".".join(filter(None, (prefix, path)))
+                if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
+                    self._names.setdefault(id(tensor), name)
+                    self._named.append(tensor)
 
     @property
     def module(self) -> str:
@@ -133,6 +145,18 @@ class Tracer(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and rules.holds_values(leaf) and id(leaf) not in self._names:
                 self._tracks[leaf] = track
+
+    def _operand(self, tensor: Tensor, *, written: bool) -> Track:
+        """Return the exponent of a tensor that is read; one made as zeros may have been written by another name."""
+        track = self.track(tensor)
+        if track.forms is None and not written and bool((tensor != 0).any()):
+            track.forms = ({},)
+        return track
+
+    def add_constant(self, constant: Track) -> None:
+        """Note that a constant is added to a tensor that could be scaled, and where scaling would have to follow."""
+        module = self.module if constant.origin is None else constant.origin
+        self.constant_sums.append((len(self.operations) - 1, module))
 
     def _parameter(self, parameter: Tensor) -> Track:
         name = self._names[id(parameter)]
@@ -190,9 +214,10 @@ class Tracer(TorchDispatchMode):
         if self._paused:
             return function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        tracks = [self.track(tensor) for tensor in tensors]
-        out = function(*args, **kwargs)
         name = function._schema.name.partition("::")[2]
+        first = args[0] if name in VIEWS or name.endswith("_") else None
+        tracks = [self._operand(tensor, written=tensor is first) for tensor in tensors]
+        out = function(*args, **kwargs)
         if all(track.constant for track in tracks):
             self._constant(name, args, tracks, out)
             return out
@@ -212,7 +237,8 @@ class Tracer(TorchDispatchMode):
             tracks[0].forms = tracks[0].forms if zeros else ({},)
             self.put(out, tracks[0])
         else:
-            self.put(out, Track(None if zeros else ({},), constant=True))
+            origin = tracks[0].origin if tracks and name in COPIES | HOMOGENEOUS else None
+            self.put(out, Track(None if zeros else ({},), constant=True, origin=origin))
 
     def _record(self, operation: Operation, out: Any) -> None:
         """Keep the exponents and peaks of an operation's first result that would be FP16."""
@@ -298,6 +324,12 @@ class Tracer(TorchDispatchMode):
         name, outermost = self.modules[module], len(self.stack) == 1
         leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
         self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
+        if name in self.epilogues:
+            self._scale_results(name, leaves)
+        for _, leaf, track in leaves:
+            if track.constant and track.origin is None and name not in self.epilogues:
+                track.origin = name
+                self._tracks[leaf] = track
         changed = self._leave_outermost(module, output) if outermost else None
         self.stack.pop()
         return changed
@@ -324,6 +356,15 @@ class Tracer(TorchDispatchMode):
             return copy
 
         return replaced(output, leave)
+
+    def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
+        """Add the exponent of a module's epilogue to those of its results."""
+        epilogue = self.epilogues[name] or self.equations.unknown(f"results of {name}")
+        self.epilogues[name] = epilogue
+        for _, leaf, track in leaves:
+            form = self.single(track)
+            if form is not None:
+                self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)
 
 
 def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:

@@ -36,6 +36,8 @@ class Track:
         True if neither a parameter nor an input took part.
     producer : int
         Index of the operation that made it; -1 if none did.
+    origin : str or None
+        Path of the module that returned it, if it is a constant that a module computes.
     """
 
     forms: tuple[Form, ...] | None
@@ -45,6 +47,7 @@ class Track:
     weights: tuple[tuple[str, bool], ...] = ()
     constant: bool = False
     producer: int = -1
+    origin: str | None = None
 
 
 def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> list[Track] | None:

@@ -181,6 +181,26 @@ def test_modules_without_siblings_that_the_sample_does_not_reach_are_refused():
         model(ids, extra=True)
 
 
+class Shifted(nn.Sequential):
+    """Adds numbers that no parameter holds."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.arange(8, dtype=x.dtype)
+
+
+def test_experts_whose_siblings_are_scaled_behind_them_are_refused():
+    """The factor behind a sibling belongs to that module alone."""
+    model, ids = experts(), torch.arange(4)[None]
+    for each in model.experts:
+        each.__class__ = Shifted
+    with torch.no_grad():
+        truth = model(ids[:, :2])
+        convert(model, lambda: model(ids[:, :2]))
+        torch.testing.assert_close(model(ids[:, :2]).float(), truth, rtol=0, atol=5e-3)
+        with pytest.raises(RuntimeError, match=r"the sample did not reach experts\.2"):
+            model(ids)
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
 def test_experts_in_one_tensor_have_one_power_whether_reached_or_not(family):
     """The sample holds two tokens, so that some experts are not reached; other tokens reach them."""

@@ -14,7 +14,8 @@ from pasa.eval import cli
 from pasa.eval.models.to_fp16 import run
 from pasa.eval.models.to_fp16.run import run_to_fp16
 from pasa.fp16 import writing
-from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, save, tokenizer
+from pasa.fp16.checkpoint import CheckpointConversion
+from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, save, tokenizer
 
 COMPARED = {"finite": True, "perplexity": 9.0, "perplexity_before": 9.0, "dtype_before": "float32", "top1": 1.0}
 IDS = torch.arange(3, 40)[None]
@@ -80,6 +81,23 @@ def test_what_a_checkpoint_cannot_say_is_refused_by_name(tmp_path, refused):
     assert "model.decoder.layers" in line
     assert "pasa.to_fp16" in line
     assert not (tmp_path / "out").exists()
+
+
+class Positions(torch.nn.Embedding):
+    """Adds sines, which no parameter holds."""
+
+    def forward(self, ids):
+        angles = torch.arange(ids.shape[-1])[:, None] / torch.arange(1, self.embedding_dim + 1)
+        return super().forward(ids) + angles.sin().to(self.weight.dtype)
+
+
+def test_results_that_would_have_to_be_scaled_behind_their_module_are_refused_by_name():
+    """`pasa.to_fp16` scales such results by a hook, which a checkpoint does not have."""
+    model = build("llama")
+    model.model.embed_tokens.__class__ = Positions
+    conversion = CheckpointConversion(model, lambda: model(IDS), 4.0)
+    with pytest.raises(NotImplementedError, match=r"^to-fp16: model.embed_tokens adds .* call pasa.to_fp16$"):
+        conversion.plan_checkpoint()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
