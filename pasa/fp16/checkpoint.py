@@ -21,8 +21,8 @@ from pasa.fp16.conversion import Conversion
 from pasa.fp16.epsilons import Entry
 from pasa.fp16.handle import ScaledModule
 from pasa.fp16.planning import LARGEST, Plan
-from pasa.fp16.tracing import Constant, Tracer
-from pasa.fp16.tracks import Cut
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant, Cut
 from pasa.prediction.checkpoint import Checkpoint
 
 IGNORED = ("inv_freq", "attn.bias", "attn.masked_bias")

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from pasa.fp16.tracing import Constant, Tracer
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant
 
 Entry = tuple[str, ...]
 """Path of an entry in config.json: ``("text_config", "rms_norm_eps")``."""

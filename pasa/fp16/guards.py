@@ -10,7 +10,8 @@ import torch
 
 from pasa.fp16.editing import Models, module_at, named_tensors
 from pasa.fp16.planning import Plan, inside
-from pasa.fp16.tracing import Constant, Tracer
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant
 
 
 class Entered:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
 from pasa.fp16.rules import INFINITE
-from pasa.fp16.tracing import Constant, Tracer
-from pasa.fp16.tracks import Cut
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant, Cut
 
 LARGEST = 65504.0
 """Largest finite number of FP16."""

@@ -28,7 +28,8 @@ from pasa.fp16.operators import (
 from pasa.fp16.tracks import Track, cut_at, moved
 
 if TYPE_CHECKING:
-    from pasa.fp16.tracing import Operation, Tracer
+    from pasa.fp16.tracing import Tracer
+    from pasa.fp16.tracks import Operation
 
 POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1), "square": Fraction(2)}
 """Degrees of roots and powers."""

@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,48 +24,12 @@ from pasa.fp16 import rules
 from pasa.fp16.containers import float_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
-from pasa.fp16.tracks import Cut, Track
+from pasa.fp16.tracks import Constant, Cut, Operation, Track
 
 TRACED = torch.bfloat16
 """The dtype that stands for FP16 in a trace."""
 NESTED = re.compile(r"\[\d+\]\[\d+\]")
 """Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
-
-
-@dataclass
-class Operation:
-    """One operation of a traced forward pass.
-
-    Attributes
-    ----------
-    name : str
-        Name of the ATen operator.
-    module : str
-        Path of the innermost module that was running.
-    sources : tuple of int
-        Operations that made its operands.
-    forms : tuple of Form
-        Exponents of its result, one for each part; empty if the result is not in the model's precision.
-    peaks : Tensor or None
-        Largest magnitude of the result, one for each part.
-    scores : bool
-        True if the result goes into a softmax, with no product of matrices in between.
-    """
-
-    name: str
-    module: str
-    sources: tuple[int, ...]
-    forms: tuple[Form, ...] = ()
-    peaks: Tensor | None = None
-    scores: bool = False
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A number that a module adds to a tensor and keeps in an attribute: the epsilon of a norm."""
-
-    module: str
-    attribute: str
 
 
 class Tracer(TorchDispatchMode):

@@ -50,6 +50,42 @@ class Track:
     origin: str | None = None
 
 
+@dataclass
+class Operation:
+    """One operation of a traced forward pass.
+
+    Attributes
+    ----------
+    name : str
+        Name of the ATen operator.
+    module : str
+        Path of the innermost module that was running.
+    sources : tuple of int
+        Operations that made its operands.
+    forms : tuple of Form
+        Exponents of its result, one for each part; empty if the result is not in the model's precision.
+    peaks : Tensor or None
+        Largest magnitude of the result, one for each part.
+    scores : bool
+        True if the result goes into a softmax, with no product of matrices in between.
+    """
+
+    name: str
+    module: str
+    sources: tuple[int, ...]
+    forms: tuple[Form, ...] = ()
+    peaks: Tensor | None = None
+    scores: bool = False
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that a module adds to a tensor and keeps in an attribute: the epsilon of a norm."""
+
+    module: str
+    attribute: str
+
+
 def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> list[Track] | None:
     """Return the exponents of the parts that a split or slice of the last dimension shows, or None.
 
