@@ -37,6 +37,7 @@ DEV = [
     "cmake>=3.18",  # the test of scripts/build_ascend.sh
     "mkdocs-material==9.8.1",  # the site in docs/; a build finds links that lead nowhere
     "mkdocstrings-python==2.0.11",  # its reference, made from docstrings
+    "peft>=0.17",  # pasa.to_fp16 refuses its adapters
     "numpy<2.4",  # Triton 3.6's interpreter
     *VIDEO,
     *LONGBENCH,
@@ -62,7 +63,7 @@ class BuildWithScript(build_py):
 setup(
     name="pasa",
     version=VERSION,
-    description="FP16 attention that cannot overflow: PASA operators for Ascend NPUs, with an exact reference",
+    description="FP16 attention that cannot overflow, for NVIDIA GPUs, Ascend NPUs, CPUs and other devices",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -70,6 +70,31 @@ def _biased(result: Result) -> str:
     return f"{ratios} times the RMSE of FP32 scores and softmax"
 
 
+def _backends(result: Result) -> str:
+    """Compare the backend sdpa with torch's attention on the same FP16 tensors."""
+    ratios = {row["case"]: row["to_fp16"]["sdpa"] for row in result["ratios"]}
+    paper = _span((ratio for case, ratio in ratios.items() if "bias" not in case), ".3g")
+    both, keys = (ratio for case, ratio in ratios.items() if "bias" in case)
+    biased = f"if Q and K share a bias {both:.3g} times, if K alone has it {keys:.3g} times"
+    return f"{paper} times the RMSE of torch's attention on FP16 tensors; {biased}"
+
+
+def _layers(result: Result) -> str:
+    said = []
+    for model in dict.fromkeys(each["model"] for each in result["records"]):
+        layers = pick(result["records"], model=model)
+        columns, heads = (percent(sum(each[name] for each in layers) / len(layers)) for name in ("columns", "heads"))
+        errors = _span((each["with"] / each["without"] for each in layers), ".3g")
+        said.append(f"{model}: {columns} of K's columns, {heads} of its heads; {errors} times the RMSE without")
+    return "; ".join(said)
+
+
+def _hostile(result: Result) -> str:
+    settings = {each["setting"] for each in result["records"]}
+    calls, faults, outside = (sum(each[name] for each in result["records"]) for name in ("calls", "faults", "outside"))
+    return f"{calls:,} calls, {len(settings)} settings: {faults:.0f} faults, {outside:.0f} outside the values"
+
+
 def _side(result: Result, case: str, shift: str, sums: str = "stored") -> tuple[float, float]:
     """Return the share of the scores beyond FP16, and RMSE: worst seed."""
     selected = pick(result["records"], case=case, shift=shift, sums=sums)
@@ -267,9 +292,10 @@ def _paged(result: Result) -> str:
     return f"in a CUDA graph {plain} times as long as from contiguous keys; if keys share a bias {biased}"
 
 
-ACCURACY, BIAS_SECTION, SPEED, NPU = (
+ACCURACY, BIAS_SECTION, DEVICE, SPEED, NPU = (
     "#the-papers-benchmark",
     "#a-bias-that-all-keys-share",
+    "#a-devices-own-attention",
     "#on-a-gpu",
     "#on-an-npu-a-model",
 )
@@ -290,6 +316,9 @@ LINES: Sequence[Line] = (
     Line("Baselines as packages", "speed", _missing, NOT_RUN, "../eval/speed/README.md"),
     Line("A bias shared by Q and K", "bias", _biased, EMULATED, BIAS_SECTION),
     Line("Shift K, Q or both?", "sides", _sides, EMULATED, BIAS_SECTION),
+    Line("Errors of `sdpa`", "backends on cpu", _backends, CPU, DEVICE),
+    Line("Keys with anchors in `sdpa`, SmolLM2", "layers on cpu", _layers, CPU, DEVICE),
+    Line("Hostile calls of `sdpa`", "hostile on cpu", _hostile, CPU, DEVICE),
     Line("Is BF16 enough?", "perplexity", _bf16, EMULATED, "#long-prompts"),
     Line("Errors on a GPU", "speed", _gpu_error, GPU, SPEED),
     Line("Speed on a GPU", "speed", partial(_speeds, biased=False), GPU, SPEED),
@@ -311,6 +340,6 @@ LINES: Sequence[Line] = (
     Line("Video at full size", "step", _step, GPU, "#a-video"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
     Line("Several devices", "ring", _ring, GPU, "../eval/speed/ring/README.md"),
-    Line("Random calls", "soak", _soak, GPU, SPEED),
-    Line("Gradients", "gradients", _gradients, GPU, SPEED),
+    Line("Random calls", "soak", _soak, GPU, "#random-calls"),
+    Line("Gradients", "gradients", _gradients, GPU, "#gradients-and-rounding"),
 )

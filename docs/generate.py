@@ -17,12 +17,15 @@ from typing import Any
 import evidence
 
 from pasa.eval.accuracy.gradients import run as gradients
-from pasa.eval.accuracy.rmse import report
+from pasa.eval.accuracy.rmse import devices, report
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.accuracy.rounding_bias.arithmetic import PLACES
+from pasa.eval.check_device import forced
+from pasa.eval.check_device import run as check_device
+from pasa.eval.kit import experiment
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.stored import ROOT, pick, stored
+from pasa.eval.kit.stored import RESULTS, ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
 from pasa.eval.models.longbench import report as longbench
@@ -33,6 +36,7 @@ from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
+from pasa.eval.models.whole_model import report as whole_model
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as calls
@@ -146,6 +150,15 @@ def block(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callab
     return write
 
 
+def each_device(name: str, *makers: Callable[[dict[str, Any]], Table | str]) -> Callable[[], str]:
+    """Return a writer that does what `block` does, for the run of a command on each device."""
+
+    def write() -> str:
+        return "\n\n".join(block(run, *makers)() for run in RESULTS if run.startswith(f"{name} on "))
+
+    return write
+
+
 def diagnose() -> str:
     """Return the worst heads of the built-in models, and the verdict on each model."""
     results = {name: stored(f"diagnose_{name}") for name in ("published", "embedded", "tiny")}
@@ -196,6 +209,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "damage": block("rmse", report.damage_table),
     "bias": block("bias", report.bias_table),
     "sides": block("sides", report.sides_table),
+    "backends": each_device("backends", devices.backend_table, devices.backend_verdict),
+    "layers": each_device("layers", devices.layer_table),
+    "hostile": each_device("hostile", forced.setting_table, experiment.outcome),
+    "check_device": each_device("check_device", check_device.table),
     "rescue": block("rescue", rescue.run_table, rescue.verdict),
     "video": block("video", video.run_table, video.verdict),
     "step": block("step", step.table),
@@ -210,6 +227,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
+    "whole_model": block("whole_model", whole_model.tables, whole_model.verdict),
     "speed": speed_report.readme_speed,
     "decode": speed_report.readme_decode,
     "paged": speed_report.readme_paged,

@@ -87,6 +87,9 @@ def options(group: Any, name: str) -> Iterator[str]:
             continue
         rows = []
         for option in command.params:
+            if option.param_type_name == "argument":
+                rows.append(f"| `{option.metavar}` | | {option.help} |")
+                continue
             default = "" if option.default in (None, False) else f"`{option.default}`"
             kind = "" if option.is_flag else f" {option.metavar or 'VALUE'}"
             rows.append(f"| `{', '.join(option.opts)}{kind}` | {default} | {option.help} |")

@@ -1,4 +1,4 @@
-"""The console script `pasa`; its commands are in commands.py, because typer and rich are extras."""
+"""The console script `pasa`; its commands are in commands.py, which takes seconds to load."""
 
 from __future__ import annotations
 

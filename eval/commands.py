@@ -14,6 +14,7 @@ from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
 from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
+from pasa.eval.check_device import forced
 from pasa.eval.check_device import run as check_device
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
@@ -23,8 +24,10 @@ from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.to_fp16 import run as to_fp16
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
+from pasa.eval.models.whole_model import run as whole_model
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as random_calls
@@ -48,12 +51,13 @@ PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.
 for _group, _modules in (
     (app, (doctor, check_device, rescue)),
     (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
-    (evaluate, (bias, longbench, perplexity, video, fp8, triggers, zoo)),
+    (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)
 add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
+add_command(app, to_fp16.EXPERIMENT)
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)
 add_command(evaluate, replace(training.EXPERIMENT, variants=(gpu.EXPERIMENT,)))
@@ -61,8 +65,8 @@ app.add_typer(bench)
 app.add_typer(evaluate)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(f"pasa {pasa.__version__}")
         raise typer.Exit
 

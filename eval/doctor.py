@@ -118,7 +118,7 @@ def check(backend: str, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> d
             out = pasa.attention(*there, is_causal=causal, backend=backend)
             errors.append(float((out.cpu().double() - golden).abs().nan_to_num(nan=math.inf).max()))
     except Exception as error:  # of any kind: it is what the check reports
-        return record | {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return record | {"why": output.error_line(error)}
     worst = max(errors)
     return record | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
 

@@ -23,9 +23,16 @@ VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
 
 
 def read(name: str) -> object:
-    """Return the parsed value of one of `VARIABLES`; KeyError for a name that is not in the table."""
+    """Return the parsed value of one of `VARIABLES`; KeyError for a name that is not in the table.
+
+    A ValueError names a variable whose value cannot be parsed.
+    """
     default, parse = VARIABLES[name]
-    return parse(os.environ.get(name) or default)
+    value = os.environ.get(name) or default
+    try:
+        return parse(value)
+    except (ValueError, RuntimeError) as error:  # no integer; "~" without a home
+        raise ValueError(f"the environment variable {name}={value!r} cannot be used ({error}): set it anew") from error
 
 
 def cache_dir() -> Path:

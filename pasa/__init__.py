@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pasa.context_parallel import ring_attention as ring_attention
     from pasa.context_parallel import shard_sequence as shard_sequence
     from pasa.diagnostics import record_diagnostics as record_diagnostics
+    from pasa.fp16 import Fp16Handle as Fp16Handle
+    from pasa.fp16 import to_fp16 as to_fp16
     from pasa.ops.attention.spec.exact_fp64 import golden_attention as golden_attention
     from pasa.ops.numerics.shifting import optimal_beta as optimal_beta
     from pasa.ops.numerics.shifting import shifting_matrix as shifting_matrix
@@ -38,6 +40,8 @@ _LAZY = {
     "ring_attention": "pasa.context_parallel",
     "shard_sequence": "pasa.context_parallel",
     "record_diagnostics": "pasa.diagnostics",
+    "Fp16Handle": "pasa.fp16",
+    "to_fp16": "pasa.fp16",
     "golden_attention": "pasa.ops.attention.spec.exact_fp64",
     "optimal_beta": "pasa.ops.numerics.shifting",
     "shifting_matrix": "pasa.ops.numerics.shifting",

@@ -28,13 +28,18 @@ def typicality(head_dim: int, heads: int, seq_len: int, delta: float) -> float:
         Accepted probability of an overflow anywhere in the model.
     """
     _check(head_dim=head_dim, heads=heads, seq_len=seq_len, delta=delta)
-    target = 2.0 / head_dim * math.log(2.0 * heads * seq_len / delta)
+    target = 2.0 / head_dim * log_ratio(2 * heads * seq_len, delta)
     gamma = 1.0 + math.sqrt(2.0 * target) + target  # above the root (Laurent & Massart), so Newton's method descends
     while True:
         lower = gamma - (gamma - 1.0 - math.log(gamma) - target) / (1.0 - 1.0 / gamma)
         if gamma - lower <= 1e-12 * gamma:
             return gamma
         gamma = lower
+
+
+def log_ratio(count: int, delta: float) -> float:
+    """Return ln(count / delta). The ratio itself overflows FP64 for a tiny delta, and Newton's method never ended."""
+    return math.log(count) - math.log(delta)
 
 
 def minimum_alpha(hidden: int, head_dim: int, heads: int, seq_len: int, delta: float) -> float:
@@ -44,7 +49,7 @@ def minimum_alpha(hidden: int, head_dim: int, heads: int, seq_len: int, delta: f
     assumption about data only roughly.
     """
     gamma = typicality(head_dim, heads, seq_len, delta)
-    return math.sqrt(2.0 * gamma * head_dim) / hidden * math.sqrt(math.log(4.0 * heads * seq_len**2 / delta))
+    return math.sqrt(2.0 * gamma * head_dim) / hidden * math.sqrt(log_ratio(4 * heads * seq_len**2, delta))
 
 
 def concentration_gain(hidden: int, head_dim: int, gamma: float) -> float:

@@ -21,12 +21,22 @@ class NonFiniteWatch:
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], *, stop: bool = False) -> None:
+        named: object = models
+        if not isinstance(named, Mapping):
+            kind = type(named).__name__
+            raise TypeError(f"NonFiniteWatch: {kind} is no map of models by name: for one model pass {{'': model}}")
+        for name, model in models.items():
+            if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"NonFiniteWatch: {name!r} is a {type(model).__name__}, not a torch.nn.Module with hooks"
+                )
         self._models, self._stop = models, stop
         self._calls = dict.fromkeys(models, 0)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.first: dict[str, Any] | None = None
 
     def __enter__(self) -> NonFiniteWatch:
+        self.first, self._calls = None, dict.fromkeys(self._models, 0)
         for model_name, model in self._models.items():
             self._hooks.append(model.register_forward_pre_hook(partial(self._count, model_name)))
             for path, module in model.named_modules():
@@ -67,13 +77,28 @@ def models_of(model_or_pipeline: Any) -> dict[str, torch.nn.Module]:
 
 
 def is_finite(value: Any) -> bool:
-    """Tell whether every floating-point tensor in nested containers is finite."""
+    """Tell whether every tensor of floating-point or complex numbers in nested containers is finite."""
     return all(math.isfinite(extreme) for tensor in _tensors(value) for extreme in tensor.aminmax())  # NaN propagates
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-        yield value.detach()
+    if isinstance(value, torch.Tensor):
+        if (value.is_floating_point() or value.is_complex()) and not value.is_meta:
+            yield from filter(torch.Tensor.numel, _numbers(value.detach()))
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
+
+
+def _numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the numbers of a tensor in a layout and a dtype whose extremes torch can compute."""
+    if tensor.is_nested:
+        yield from (each for part in tensor.unbind() for each in _numbers(part))
+    elif tensor.layout == torch.sparse_coo:
+        yield from _numbers(tensor._values())
+    elif tensor.layout != torch.strided:
+        yield from _numbers(tensor.values())
+    elif tensor.is_complex():
+        yield torch.view_as_real(tensor.resolve_conj())
+    else:
+        yield tensor.float() if tensor.element_size() == 1 else tensor  # no extremes of FP8

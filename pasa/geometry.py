@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.concentration import minimum_alpha
+from pasa.concentration import log_ratio, minimum_alpha
 from pasa.projections import Projection
 from pasa.roundings import RELATIVE
 
@@ -89,7 +89,7 @@ def score_bounds(
     share = delta / 2 if affine else delta  # the other half is for the two linear parts
     alpha = minimum_alpha(query.fan_in, query.gram.shape[-1], heads, seq_len, share)
     # Lévy's lemma, with a union bound over tokens and heads; over pairs of tokens with rotary, one rotation a distance
-    linear = math.sqrt(2.0 * math.log(8.0 * heads * (seq_len**2 if rotary else seq_len) / delta))
+    linear = math.sqrt(2.0 * log_ratio(8 * heads * (seq_len**2 if rotary else seq_len), delta))
     scale = alpha * math.sqrt(query.fan_in * key.fan_in)
     spread = scale * norm + linear * (towards_key + towards_query)
     turned = spread

@@ -13,6 +13,7 @@ from pasa.attention import attention
 from pasa.checks import check_optional, check_switches, check_tensor
 from pasa.keywords import hint_at_arguments
 from pasa.ops.attention.torch_sdpa import torch_sdpa
+from pasa.ops.operands import SCALES
 
 
 @hint_at_arguments
@@ -50,7 +51,8 @@ def scaled_dot_product_attention(
         Causal mask, aligned top-left: query i sees keys up to i. It excludes `attn_mask`. `pasa.attention` aligns
         bottom-right.
     scale : float, optional
-        Factor of the scores, 2^-80 to 2^80; 1/sqrt(E) by default.
+        Factor of the scores, at most 2^80 in size, also 0 or negative; 1/sqrt(E) by default. As in torch, a number in a
+        0-d tensor or an array scalar is taken too.
     enable_gqa : bool
         Let query heads share key heads; their number is then a multiple of that of the key heads. Without it, heads
         that neither agree nor broadcast are an error.
@@ -95,9 +97,36 @@ def scaled_dot_product_attention(
             attn_mask, is_causal = _causal_mask(query, key, key.shape[-2] - query.shape[-2]), False
         return torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    return attend_as_torch(attention, query, key, value, attn_mask, is_causal, scale, enable_gqa, bottom_right)
+
+
+def attend_as_torch(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    bottom_right: bool = False,
+) -> Tensor:
+    """Attend with the shapes and the causality of torch's function by one that has those of `pasa.attention`.
+
+    Parameters
+    ----------
+    attend : callable
+        Takes 4-D query, key and value of equal head dimensions, and `attn_mask`, `is_causal` and `scale` by name.
+    query, key, value, attn_mask, is_causal, scale, enable_gqa
+        As for :func:`scaled_dot_product_attention`, of any dtype that `attend` takes.
+    bottom_right : bool
+        True: causality is aligned with the last key.
+    """
     if scale is None and value.shape[-1] > query.shape[-1]:
         scale = query.shape[-1] ** -0.5  # queries are padded below, and their own width counts
-    query, key, value = (_autocast(x) for x in (query, key, value))
+    query, key, value = autocast_inputs(query, key, value)
+    if scale is not None:
+        query, scale = _positive_scale(query, scale)
     width, leading = value.shape[-1], query.shape[:-2]
     if not _is_4d(query, key, value, enable_gqa):
         leading = _leading(query, key, value, enable_gqa)
@@ -105,9 +134,24 @@ def scaled_dot_product_attention(
     if is_causal and not bottom_right:
         attn_mask, is_causal, key, value = _top_left(query, key, value)
     query, key, value = equal_widths(query, key, value)
-    out: Tensor = attention(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    out = attend(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
     out = out if out.shape[-1] == width else out[..., :width]
     return out if out.shape[:-2] == leading else out.reshape(*leading, *out.shape[-2:])
+
+
+def _positive_scale(query: Tensor, scale: Any) -> tuple[Tensor, float]:
+    """Return a query and a scale that `pasa.attention` takes, and that give the same scores.
+
+    `pasa.attention` needs a scale of 2^-80 or more. |q.k| is below 2^42, so a smaller scale gives scores below 2^-38,
+    which weigh all keys alike as 0 does. Negation of the query is exact.
+    """
+    if not isinstance(scale, (int, float)):
+        if not hasattr(scale, "item"):
+            return query, scale  # `pasa.attention` refuses it by name
+        scale = scale.item()
+    if scale < 0:
+        query, scale = -query, -scale
+    return query, SCALES[0] if scale < SCALES[0] else float(scale)
 
 
 def equal_widths(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,10 +185,12 @@ def _attended_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which torch attends to it."""
-    dtype = _attended_dtype(x)
-    return x if x.dtype == dtype else x.to(dtype)
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the dtype in which torch attends to them; `Tensor.to` returns a tensor of that dtype itself.
+
+    Under autocast, rotary embeddings leave q and k in FP32, but not v.
+    """
+    return tuple(x.to(_attended_dtype(x)) for x in tensors)
 
 
 def _check(
@@ -152,18 +198,30 @@ def _check(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    dropout_p: float,
+    dropout_p: object,
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
     """Check what `pasa.attention` cannot, because it has other arguments or sees other shapes."""
+    if not isinstance(enable_gqa, bool):
+        raise TypeError(f"enable_gqa={enable_gqa!r} is a {type(enable_gqa).__name__}, not a bool: pass True or False")
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
         if x.dim() < 2 + enable_gqa:
             needed = "(..., H, L, E) with enable_gqa=True" if enable_gqa else "(..., L, E)"
             raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}: make it a tensor {needed}")
+    for name, x in (("key", key), ("value", value)):
+        if x.dtype != query.dtype and autocast_inputs(x)[0].dtype != torch.float16:
+            raise TypeError(f"{name} is {x.dtype} but query is {query.dtype}: call .to({query.dtype})")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"head dim of query is {query.shape[-1]} but that of key is {key.shape[-1]}: pad the smaller one with "
+            "zeros, and pass the scale of the unpadded query"
+        )
     check_optional("attn_mask", attn_mask)
     check_switches(None, is_causal)
+    if dropout_p is None or isinstance(dropout_p, str):
+        raise TypeError(f"dropout_p={dropout_p!r} is a {type(dropout_p).__name__}, not a number: pass 0.0")
     if dropout_p != 0:
         raise NotImplementedError(
             f"dropout_p={dropout_p!r} is not supported in FP16: pass 0.0, as models do after model.eval()"

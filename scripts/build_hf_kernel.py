@@ -64,18 +64,18 @@ IMPORT = re.compile(r"^(\s*)from pasa((?:\.\w+)*) import ", re.MULTILINE)
 
 def modules(entries: tuple[str, ...]) -> list[str]:
     """Return the files of pasa/ that entries import, themselves included, by name and in order."""
-    found, waiting = set(), list(entries)
+    reached, waiting = set(), list(entries)
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in reached:
             continue
-        found.add(name)
+        reached.add(name)
         text = (ROOT / "pasa" / f"{name}.py").read_text(encoding="utf-8")
         names = re.findall(r"^from pasa\.(\w+)", text, re.MULTILINE)
         for listed in re.findall(r"^from pasa import (.+)", text, re.MULTILINE):
             names += listed.split(", ")
         waiting += [each for each in names if (ROOT / "pasa" / f"{each}.py").is_file()]
-    return sorted(found)
+    return sorted(reached)
 
 
 def sources() -> dict[str, str]:

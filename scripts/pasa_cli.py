@@ -1,7 +1,9 @@
 """Start the command line with settings that must stand before torch is loaded: the console script `pasa` is here."""
 
+import io
 import os
 import shutil
+import signal
 import sys
 
 
@@ -16,11 +18,30 @@ def main() -> None:
     if os.environ.get("NO_COLOR"):  # rich would keep bold, dim and bars; at a dumb terminal it also ignores the width
         width, height = shutil.get_terminal_size()
         os.environ |= {"TERM": "dumb", "COLUMNS": str(width), "LINES": str(height)}
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may be no text, and a terminal may know ASCII alone
+            stream.reconfigure(errors="backslashreplace")
+    stops: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stops.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
     try:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, stop)
         from pasa.eval.cli import main as run
 
+        if stops:  # some module that was loaded has caught the interrupt, and the command would go on
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, before)
         run()
-    except KeyboardInterrupt:  # while modules load, which takes seconds; a command has a message that says more
+    except (KeyboardInterrupt, Exception) as error:
+        if not stops and not isinstance(error, KeyboardInterrupt):
+            raise
+        # While modules load, which takes seconds; half of a module may fail in its own way. A command has a message
+        # that says more.
         print("pasa: stopped; nothing was written", file=sys.stderr)
         sys.exit(130)
 

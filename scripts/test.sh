@@ -16,13 +16,15 @@ cd "$ROOT"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
 
-# mypy cannot see that pasa.ops is ops/ and pasa.eval is eval/: show it a folder where that is so. It ends beside the tests.
+# mypy cannot see that pasa.ops is ops/ and pasa.eval is eval/: show it a folder where that is so. It ends while the
+# tests run.
 tree="$(mktemp -d)"
 trap 'rm -rf "$tree"' EXIT
 mkdir "$tree/pasa"
 ln -s "$ROOT"/pasa/* "$ROOT/ops" "$ROOT/eval" "$tree/pasa/"
-(cd "$tree" && MYPYPATH="$ROOT/docs:$ROOT/scripts" exec "$VENV/bin/mypy" --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" \
-  -p pasa -m generate -m pasa_cli) &
+(cd "$tree" && MYPYPATH="$ROOT/docs:$ROOT/docs/assets:$ROOT/scripts" exec "$VENV/bin/mypy" \
+  --config-file "$ROOT/pyproject.toml" --cache-dir "$ROOT/.mypy_cache" \
+  -p pasa -m generate -m hooks -m draw_rescue -m pasa_cli -m build_hf_kernel) &
 types=$!
 
 # Every kernel still lowers for an NPU, and the table in ops/attention/README.md says so.
@@ -31,7 +33,8 @@ types=$!
 # One thread for each of pytest's processes: together they then use the cores once. nproc heeds OMP_NUM_THREADS.
 cores="$(env -u OMP_NUM_THREADS nproc)"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-# Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is left.
+# Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is
+# left.
 failed=0
 "$VENV/bin/python" -m pytest -n "$cores" --dist worksteal "$@" || failed=$?
 
@@ -39,6 +42,7 @@ failed=0
 if [[ $ALL ]]; then
   "$VENV/bin/python" -m tests.mutants.run || failed=1
   bash scripts/test_transformers.sh || failed=1
+  bash scripts/test_transformers_suite.sh || failed=1
   bash scripts/test_vllm.sh || failed=1
   bash scripts/test_hf_kernel.sh || failed=1
   "$VENV/bin/pasa" eval zoo --jobs "$cores" || failed=1

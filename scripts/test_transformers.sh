@@ -9,11 +9,11 @@ cd "$ROOT"
 
 oldest="$("$VENV/bin/python" -c 'from pasa.patching.versions import OLDEST; print(*OLDEST, sep=".")')"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-for wanted in "transformers==$oldest" transformers; do
+for requirement in "transformers==$oldest" transformers; do
   folder="$(mktemp -d)"
   trap 'rm -rf "$folder"' EXIT
   # pip warns of every package of the environment that wants other versions; the environment stays as it is.
-  "$VENV/bin/python" -m pip install --quiet --no-compile --target "$folder" "$wanted" "numpy<2.4" 2>"$folder/pip.log" || {
+  "$VENV/bin/python" -m pip install --quiet --no-compile --target "$folder" "$requirement" "numpy<2.4" 2>"$folder/pip.log" || {
     cat "$folder/pip.log" >&2
     exit 1
   }

@@ -104,6 +104,19 @@ def test_installed_command_line_runs(installed):
     assert "pasa = pasa_cli:main" in scripts
 
 
+def test_help_and_doctor_need_no_extra(installed):
+    """Help and doctor run where no module of an extra can be imported."""
+    program = """
+import sys
+from pasa.eval.kit.exits import EXTRAS
+sys.modules.update(dict.fromkeys(EXTRAS))  # None makes an import fail
+from pasa.eval.cli import main
+main(sys.argv[1:])
+"""
+    assert "check-device" in run(installed, "-c", program, "--help")
+    assert "Self check passed" in run(installed, "-c", program, "doctor")
+
+
 def test_installed_package_holds_the_build_script_that_its_messages_name(installed, tmp_path):
     """The installed package holds the build script that its messages name.
 

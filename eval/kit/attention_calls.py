@@ -12,16 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class AttentionCalls(TorchDispatchMode):
     """Context manager that calls a function with q and k of every :func:`pasa.attention` call inside, in order.
 
-    With `counts` also with the operator's counts (B, Hq, 6), which it makes while diagnostics are recorded.
+    With `values` also with v. With `counts` also with the operator's counts (B, Hq, 6), which it makes while
+    diagnostics are recorded.
     """
 
-    def __init__(self, on_call: Callable[..., None], *, counts: bool = False) -> None:
+    def __init__(self, on_call: Callable[..., None], *, values: bool = False, counts: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.on_call, self.counts = on_call, counts
+        self.on_call, self.tensors, self.counts = on_call, 2 + values, counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and pass its q and k on if it is attention."""
+        """Run an operation, and pass its tensors on if it is attention."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.pasa.attention.default:
-            self.on_call(*args[:2], *([result[3]] if self.counts else []))
+            self.on_call(*args[: self.tensors], *([result[3]] if self.counts else []))
         return result

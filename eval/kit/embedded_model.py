@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -117,45 +117,53 @@ def load_model(cache: Path | None = None) -> tuple[Any, Any]:
     folder of its own and is loaded as ``PreTrainedTokenizerFast``: beside a ``config.json`` that says qwen2,
     ``AutoTokenizer`` would split the text by Qwen2's rules and give other ids.
     """
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+    source = find_weights()
     folder = (cache if cache is not None else envs.cache_dir()) / CACHE_NAME
-    if not _is_valid(folder):
-        _build(folder)
+
+    def convert(fresh: Path) -> None:
+        to_qwen2(load_llama()).save_pretrained(fresh / "model")
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(fresh / "tokenizer")
+
+    version = metadata.version(WEIGHTS[0])
+    stamp = {"layout": LAYOUT, "source": source.name, "version": version, "bytes": source.stat().st_size}
+    keep_converted(folder, stamp, convert)
     model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     return model, PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
 
 
-def _build(folder: Path) -> None:
-    """Convert into a neighbouring folder and rename, so that a reader sees a whole cache or none."""
-    from transformers import AutoTokenizer
+def keep_converted(folder: Path, stamp: dict[str, Any], convert: Callable[[Path], None]) -> None:
+    """Let `convert` write the files of a cache folder, unless it has them unaltered and made from the same source.
 
-    source = find_weights()
-    logger.info("converting %s (once; kept in %s)", source.name, folder)
+    `stamp` describes the source. The files are written into a neighbouring folder, which is then renamed, so that a
+    reader sees a whole cache or none.
+    """
+    if _is_valid(folder, stamp):
+        return
+    logger.info("converting %s (once; kept in %s)", stamp["source"], folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         fresh = Path(scratch) / "fresh"
-        to_qwen2(load_llama()).save_pretrained(fresh / "model")
-        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(fresh / "tokenizer")
+        convert(fresh)
         files = sorted(path.relative_to(fresh).as_posix() for path in fresh.rglob("*") if path.is_file())
-        manifest = {**_source_stamp(source), "files": {name: _digest(fresh / name) for name in files}}
+        manifest = {**stamp, "files": {name: file_digest(fresh / name) for name in files}}
         (fresh / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         if folder.exists():
             os.replace(folder, Path(scratch) / "stale")
         try:
             os.replace(fresh, folder)
         except OSError:
-            if not _is_valid(folder):  # else another process was faster, and its cache is as good
+            if not _is_valid(folder, stamp):  # else another process was faster, and its cache is as good
                 raise
 
 
-def _is_valid(folder: Path) -> bool:
-    """Return whether the cache is complete, unaltered, and made from the weights that are installed."""
+def _is_valid(folder: Path, stamp: dict[str, Any]) -> bool:
+    """Return whether the cache is complete, unaltered, and made from the source with this stamp."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files = manifest.pop("files")
-        same = manifest == _source_stamp(find_weights())
-        valid = same and all(_digest(folder / name) == digest for name, digest in files.items())
+        valid = manifest == stamp and all(file_digest(folder / name) == digest for name, digest in files.items())
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         valid = False  # a file is missing, or the manifest is not one
     if not valid and folder.exists():
@@ -163,12 +171,7 @@ def _is_valid(folder: Path) -> bool:
     return valid
 
 
-def _source_stamp(source: Path) -> dict[str, Any]:
-    version = metadata.version(WEIGHTS[0])
-    return {"layout": LAYOUT, "source": source.name, "version": version, "bytes": source.stat().st_size}
-
-
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, read in blocks (the weights are half a gigabyte)."""
     state = hashlib.sha256()
     with path.open("rb") as stream:

@@ -98,9 +98,25 @@ class Experiment:
                 parts.append(part)
         return "\n\n".join(part for part in parts if part)
 
+    def texts(self, folder: Path) -> list[Path]:
+        """Return the paths of NAME.json and NAME.md (npu-model: npu_model) in a folder."""
+        return [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
+
+    def check_places(self, json: str | None, folder: Path | None) -> None:
+        """Refuse, before a run, a folder in which a file cannot be written, and one that --json makes a file."""
+        if folder is None:
+            return
+        for path in self.texts(folder):
+            if path.is_dir():
+                raise IsADirectoryError(f"cannot write {str(path)!r}: it is a folder; move it, or name another place")
+        if json not in (None, "-") and folder.resolve().is_relative_to(Path(str(json)).resolve()):
+            raise ValueError(
+                f"--json {json!r} is a file, and --output-dir {str(folder)!r} needs a folder there: rename one"
+            )
+
     def save(self, result: Result, folder: Path) -> list[Path]:
-        """Write NAME.json, NAME.md (npu-model: npu_model) and the figures; return their paths."""
-        paths = [folder / f"{self.name.replace('-', '_')}.{suffix}" for suffix in ("json", "md")]
+        """Write NAME.json, NAME.md and the figures; return their paths."""
+        paths = self.texts(folder)
         stored = output.to_json(result)
         result = json.loads(stored)  # so that Markdown shows the rounded numbers of the JSON
         output.write_text(paths[0], stored)
@@ -141,11 +157,12 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
         chosen = _choose(experiment, switches)
         if experiment.variants:
             arguments = _accepted(chosen, arguments)
-        if chosen.needs_models:
-            needs_models(title)
-        if "folder" in inspect.signature(chosen.run).parameters:
-            arguments["folder"] = output_dir
         with stoppable(chosen.resume):
+            if chosen.needs_models:
+                needs_models(title)
+            if "folder" in inspect.signature(chosen.run).parameters:
+                arguments["folder"] = output_dir
+            chosen.check_places(json, output_dir)
             with output.progress_bar(title) as progress:
                 result = chosen.measure(progress, **arguments)
             if result is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 
 import torch
 
+from pasa.first_nonfinite import is_finite
+
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+OTHER = "of another shape than config.json says"
+SHOWN_LETTERS = 300  # of an error of a library
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 """Loading options for folders from others: no pickle is read, and no code of theirs is run."""
 
@@ -31,24 +36,71 @@ def check_folder(path: str | Path, file: str) -> Path:
 
 
 @contextmanager
-def whole_weights(path: str) -> Iterator[None]:
-    """Raise ValueError, with the next step, where safetensors cannot read a file of weights."""
+def readable(path: str) -> Iterator[None]:
+    """Raise ValueError, with the next step, where a library fails on the files of a model, however it fails.
+
+    Folders come from others. A wrong entry in config.json ends in an error of any type, deep inside of the library.
+    """
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
         raise ValueError(f"model {path!r} has a file of weights that is not whole ({error}): load it again") from error
+    except Exception as error:
+        why = textwrap.shorten(str(error), SHOWN_LETTERS, placeholder=" ...")
+        if isinstance(error, (OSError, ImportError)):  # says what is missing
+            raise type(error)(f"model {path!r}: {why}") from error
+        raise ValueError(
+            f"model {path!r} cannot be read ({type(error).__name__}: {why}): compare its files with the published ones"
+        ) from error
 
 
-def load_folder(path: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a folder, from safetensors and without running its code."""
+def load_folder(path: str, dtype: torch.dtype = torch.float32, kind: Any = None) -> tuple[Any, Any]:
+    """Load a language model and its tokenizer from a folder, from safetensors and without running its code.
+
+    `kind` is the class of the model, by default the causal one that fits the configuration.
+
+    Raise ValueError if weights are missing or have another shape, because transformers fills them with random numbers.
+    """
     folder = check_folder(path, "config.json")
     if not any((folder / name).is_file() for name in TOKENIZERS):
         files = ", ".join(TOKENIZERS)
         raise FileNotFoundError(f"model {path!r} has no tokenizer (none of {files}): download all files of the model")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with whole_weights(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE).eval()
-    return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with readable(path), _quiet():
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **SAFE}
+        model, info = (kind or AutoModelForCausalLM).from_pretrained(path, **options)
+    lacking = {
+        **dict.fromkeys(info["missing_keys"], "missing"),
+        **dict.fromkeys(map(_name, info["mismatched_keys"]), OTHER),
+    }
+    if lacking:
+        name = min(lacking)
+        raise ValueError(
+            f"model {path!r}: {name} is {lacking[name]} ({len(lacking)} weights in all), and would be random: download "
+            "all files of the model, or correct its config.json"
+        )
+    broken = next((name for name, x in model.named_parameters() if not is_finite(x)), None)
+    if broken is not None and dtype == torch.float32:  # FP16 may have made an infinity of a large weight
+        raise ValueError(f"model {path!r}: {broken} holds NaN or infinity, which no attention repairs: load it again")
+    with readable(path):
+        return model.eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def _name(mismatch: Any) -> str:
+    return str(mismatch[0] if isinstance(mismatch, (tuple, list)) else mismatch)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the report of transformers on missing weights off the screen: an error of one line replaces it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

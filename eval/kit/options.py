@@ -100,6 +100,14 @@ def _whole_files() -> list[Path]:
     return [path for path in dict.fromkeys(output.WRITTEN) if path.exists()]  # scratch files have gone
 
 
+class _Console(Console):
+    """A console whose closed reader is no failed check: rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the command end as one whose reader has gone."""
+        raise BrokenPipeError
+
+
 def finish(
     result: dict[str, Any],
     json: str | None,
@@ -109,11 +117,14 @@ def finish(
 ) -> NoReturn:
     """Show the result, write it where `--json` says and into the folder, and exit with 1 where the gate failed."""
     if json == "-":  # stdout is for the JSON alone
-        print(output.to_json(result), end="")
+        try:
+            print(output.to_json(result, ascii_only=True), end="", flush=True)
+        except BrokenPipeError:
+            raise BrokenPipeError from None  # without its number, of which typer makes the status 1
     elif json is not None:
         output.write_text(Path(json), output.to_json(result))
     if folder is not None:
         save(result, folder)
     if json != "-":  # last: a reader such as head may close stdout
-        render(result, Console())
+        render(result, _Console())
     raise typer.Exit(0 if result.get("gate", {"passed": True})["passed"] else 1)

@@ -22,7 +22,14 @@ NOTE = "emulated NPU arithmetic on CPU; not run on an NPU"
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal: a run of a day fills no log
 Report: TypeAlias = Callable[[int, int, str], None]  # progress: done, total, what comes next
 WRITTEN: list[Path] = []  # complete files of the command that runs, for the message of one that is stopped
+MESSAGE_LETTERS = 300  # of an error's message in a result; some messages quote a whole program
 RECORD_DIGITS = 4  # significant digits in a table of records: errors are not known better from one seed to the next
+
+
+def error_line(error: BaseException) -> str:
+    """Return the class and the message of an error in one line."""
+    text = " ".join(str(error).split())[:MESSAGE_LETTERS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def silent(done: int, total: int, label: str) -> None:
@@ -86,16 +93,19 @@ def jsonable(value: Any, digits: int = 17) -> Any:
     return value
 
 
-def to_json(result: dict[str, Any]) -> str:
-    """Return JSON text with one line per record, so that stored results can be read and compared."""
+def to_json(result: dict[str, Any], *, ascii_only: bool = False) -> str:
+    """Return JSON text with one line per record, so that stored results can be read and compared.
+
+    With `ascii_only`, escapes stand for all other letters, so that a terminal of any encoding can show the text.
+    """
     lines = []
     for key, value in jsonable(result).items():
         if key == "records":
             records = jsonable(value, RECORD_DIGITS)
-            rows = ",\n  ".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in records)
+            rows = ",\n  ".join(json.dumps(row, ensure_ascii=ascii_only, separators=(",", ":")) for row in records)
             lines.append(f' "{key}": [\n  {rows}\n ]')
         else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=ascii_only)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -119,12 +129,20 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, making its folder. A reader sees the whole text or nothing, whenever the process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        path.write_text(text, encoding="utf-8")
+        _write(path, text, path)
         return
     with tempfile.TemporaryDirectory(prefix=".pasa-", dir=path.resolve().parent) as scratch:
         whole = Path(scratch, path.name)
-        whole.write_text(text, encoding="utf-8")
+        _write(whole, text, path)
         move_file(whole, path)
+
+
+def _write(place: Path, text: str, path: Path) -> None:
+    """Write text at a place; the error of a full disk names `path`, as the system's names no file."""
+    try:
+        place.write_text(text, encoding="utf-8", errors="backslashreplace")  # a prompt or path may be no UTF-8
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def move_file(source: Path, path: Path) -> None:

@@ -31,6 +31,7 @@ RESULTS = {
     "longbench_fp16": ROOT / "eval/models/longbench/results/fp16_model/longbench.json",
     "throughput": ROOT / "eval/models/longbench/results/model.json",
     "perplexity": ROOT / "eval/models/perplexity/results/ppl.json",
+    "whole_model": ROOT / "eval/models/whole_model/results/whole_model.json",
     "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
     "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",
     "rounding_cost": ROOT / "eval/accuracy/rounding_bias/results/unbiased.json",
@@ -42,6 +43,13 @@ RESULTS = {
     "auto": ROOT / "eval/models/predict/results/auto.json",
     "overhead": ROOT / "eval/research/fp8_scaling/results/predict.json",
     "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
+}
+# Runs of one command on several devices, each in a folder of its own: "hostile on cpu", and so on.
+BY_DEVICE = ("eval/accuracy/rmse", "eval/check_device")
+RESULTS |= {
+    f"{path.stem} on {path.parent.name}": path
+    for folder in BY_DEVICE
+    for path in sorted((ROOT / folder / "results").glob("*/*.json"))
 }
 
 

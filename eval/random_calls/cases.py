@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from pasa.eval.kit.output import error_line
+
 SEED = "data_seed"
 Params = dict[str, Any]
 """The parameters of a case, as plain values that JSON can hold."""
@@ -83,7 +85,7 @@ def run_case(kinds: Mapping[str, Kind], case: Case) -> Outcome:
         return Outcome("absent", str(error))
     except Exception as error:
         fatal = "CUDA error" in str(error) or isinstance(error, getattr(torch, "AcceleratorError", ()))
-        return Outcome("raised", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", fatal=fatal)
+        return Outcome("raised", error_line(error), fatal=fatal)
     failed = broken(measures)
     why = ", ".join(f"{name} {measures[name]:.4g}" for name in failed)
     return Outcome("wrong" if failed else "correct", why, measures)

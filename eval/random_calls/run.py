@@ -36,23 +36,27 @@ SHOWN, WIDTH = 10, 1500  # failures that are shown, and characters of each
 NOTE = "Each is an error divided by the allowed error, or a count. eval/random_calls/README.md derives what is allowed."
 Number = Annotated[int, "Number of random calls."]
 Seed = Annotated[int, "Seed of the random calls."]
-Only = Annotated[int | None, "Run only the case with this index."]
+Seeds = Annotated[int, "Seeds that share the cases: --seed and the numbers after it."]
+Only = Annotated[int | None, "Run only the case of --seed with this index."]
 Record = dict[str, Any]
 Judged = tuple[Case, Outcome]
 
 
-def run_fuzz(cases: Number = 12000, seed: Seed = 0, only: Only = None, progress: Report | None = None) -> Record:
+def run_fuzz(
+    cases: Number = 12000, seed: Seed = 0, seeds: Seeds = 1, only: Only = None, progress: Report | None = None
+) -> Record:
     """Random calls of the whole API, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
     The result holds what `conclude` returns, and counts of ``verdicts``: by kind of call, and by backend.
     """
     environment = describe(torch.device("cpu"))  # of the code that runs, whatever is edited meanwhile
-    drawn = draw_cases(API, cases, seed, only)
+    drawn = draw_cases(API, cases, seed, only, seeds)
     judged = list(judge(API, drawn, progress))
     result = {
         "note": describe_backends({case.params["backend"] for case, each in judged if each.verdict != "absent"}),
         "environment": environment,
         "seed": seed,
+        "seeds": seeds,
         "verdicts": count_verdicts((case.kind, each) for case, each in judged),
         "backends": count_verdicts((case.params["backend"], each) for case, each in judged),
     }
@@ -89,11 +93,13 @@ def run_soak(
     return result | conclude(kinds, drawn, sorted(judged, key=lambda pair: pair[0].index))
 
 
-def draw_cases(kinds: Mapping[str, Kind], cases: int, seed: int, only: int | None) -> list[Case]:
-    """Return the first cases of a seed, or the one whose index is `only`."""
-    at_least(1, cases=cases)
+def draw_cases(kinds: Mapping[str, Kind], cases: int, seed: int, only: int | None, seeds: int = 1) -> list[Case]:
+    """Return the first cases of each seed, `cases` in all, or the case of `seed` whose index is `only`."""
+    at_least(1, cases=cases, seeds=seeds)
     at_least(0, seed=seed, only=only)
-    return [draw_case(kinds, seed, index) for index in ([only] if only is not None else range(cases))]
+    if only is not None:
+        return [draw_case(kinds, seed, only)]
+    return [draw_case(kinds, seed + case % seeds, case // seeds) for case in range(cases)]
 
 
 def check_backend(name: str) -> None:
@@ -235,7 +241,8 @@ def failures(result: Record) -> list[str]:
 
 def verdict(result: Record) -> str:
     """Return what the exit status says."""
-    gate, seed, command = result["gate"], f"--seed {result['seed']}", "pasa eval fuzz"
+    gate, seeds, command = result["gate"], result.get("seeds", 1), "pasa eval fuzz"
+    seed = f"--seed {result['seed']}" + f" --seeds {seeds}" * (seeds > 1)
     if result["experiment"] == "soak":
         command = f"pasa bench soak --backend {result['backend']}" + " --small" * result["small"]
     absences = f"; {gate['absent']} had no backend here" if gate["absent"] else ""
@@ -243,7 +250,7 @@ def verdict(result: Record) -> str:
         held = f"All {gate['run'] - gate['absent']:,} cases hold all bounds against FP64{absences}"
         return f"{held} ({command} --cases {result['cases']} {seed}, {result['duration_s']} s)."
     stopped = "; stopped, because the device failed" if gate["stopped"] else ""
-    again = f"repeat one: {command} {seed} --only INDEX"
+    again = f"repeat one: {command} --seed {'SEED' if seeds > 1 else result['seed']} --only INDEX"
     return f"{gate['failed']} of {gate['run']} cases FAIL{absences}{stopped}; {again}"
 
 

@@ -17,7 +17,7 @@ import typer
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
-from pasa.eval.kit.output import Report, silent
+from pasa.eval.kit.output import Report, error_line, silent
 from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary
 from pasa.eval.speed import report
 from pasa.eval.speed.cases import Inputs, SpeedCase, select_cases
@@ -95,7 +95,7 @@ def measure_case(
         inputs = case.inputs(clock.device)
         gate = Gate(case, inputs)
     except Exception as error:  # out of memory, or the device failed in an earlier case
-        failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {one_line(error)}"}
+        failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {error_line(error)}"}
         return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
     eager = [enter(case, each, inputs, gate, clock) for each in implementations]
     graphed = [in_graph(*each, clock) for each in eager] if case.graphed else []
@@ -129,7 +129,7 @@ def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate:
             return record | {"status": NOT_INSTALLED, "why": f"{error.name} is not installed"}, None
         except Exception as error:  # any exception of a kernel is shown as the reason for its missing time
             texts = [" ".join(str(each.message).split())[:160] for each in hints if each.category is UserWarning]
-            why = "; ".join([one_line(error), *dict.fromkeys(texts[:2])])
+            why = "; ".join([error_line(error), *dict.fromkeys(texts[:2])])
             return record | {"status": NOT_RUN, "why": why}, None
     return record, None if judged.why else call
 
@@ -168,7 +168,7 @@ def in_graph(eager: Record, call: Call | None, clock: Clock) -> Entrant:
             return record | {"status": FAILED, "why": "the replay of the graph gives other numbers"}, None
         return record | {"host_us": clock.host_us(graph)}, graph
     except Exception as error:  # not every peer can be captured
-        return record | {"status": NOT_RUN, "why": f"in a CUDA graph: {one_line(error)}"}, None
+        return record | {"status": NOT_RUN, "why": f"in a CUDA graph: {error_line(error)}"}, None
 
 
 def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandwidth: float, rounds: int) -> None:
@@ -181,7 +181,7 @@ def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandw
         times, cold = interleave(clock, {record["implementation"]: call for record, call in entrants if call}, rounds)
     except Exception as error:  # the call ran before, so the device has failed
         for record in records.values():
-            record |= {"status": NOT_RUN, "why": f"while timed: {one_line(error)}"}
+            record |= {"status": NOT_RUN, "why": f"while timed: {error_line(error)}"}
         return
     for name, own in times.items():
         measured = summary(own)
@@ -222,16 +222,10 @@ def split(case: SpeedCase, inputs: Inputs, whole: Call, clock: Clock, rounds: in
         times, _ = interleave(clock, {each: clock.graph(call) for each, call in calls.items()}, rounds)
         ms = {each: summary(taken)["median_ms"] for each, taken in times.items()}
     except Exception as error:  # the records of the case stand
-        why = f"while timed: {one_line(error)}"
+        why = f"while timed: {error_line(error)}"
     if not case.decode:
         ms["main loop"] = None if why else ms["whole"] - ms["pre-pass"]
     return {"case": case.name, **ms, "why": why}
-
-
-def one_line(error: BaseException) -> str:
-    """Return kind and text of an exception, short enough for a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 EXPERIMENT = Experiment(

@@ -22,14 +22,3 @@ def _original() -> Callable[..., Tensor]:
 
 
 torch_sdpa = _original()
-
-
-def flash_is_replaced() -> bool:
-    """Return whether torch's flash attention runs another implementation than its own, pasa's for example.
-
-    A backend that computes with torch's attention must then choose another of torch's kernels. Otherwise it may call
-    itself, or run kernels whose arithmetic nobody here has looked at. torch can replace its flash attention from 2.11
-    on.
-    """
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return current is not None and current() is not None

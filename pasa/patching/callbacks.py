@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import NO_WINDOW
+
 BINDING = "_pasa_binding"
 """Attribute that marks a patched module of transformers, or a processor of PASA in diffusers.
 
 It is a plain attribute, because `torch.compile` can read those.
 """
 
-Callback = Callable[[Tensor, Tensor, Tensor | None, bool, float], None]
+Callback = Callable[[Tensor, Tensor, Tensor | None, bool, float, tuple[int, int], float], None]
 
 
 @dataclass(eq=False)
@@ -24,15 +26,19 @@ class Callbacks:
 
     functions: tuple[Callback, ...] = ()
 
-    def call(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        """Call all functions with q (B, Hq, Sq, D), k (B, Hkv, Skv, D), and a mask as `pasa.attention` takes it."""
+    def call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Call all functions with q (B, Hq, Sq, D), k (B, Hkv, Skv, D), and the rest as `pasa.attention` takes it."""
         for function in self.functions:
-            function(q, k, attn_mask, is_causal, scale)
-
-    def call_heads_last(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float) -> None:
-        """Call all functions, like `call`, from q (B, Sq, Hq, D) and k (B, Skv, Hkv, D)."""
-        if self.functions:
-            self.call(q.transpose(1, 2), k.transpose(1, 2), attn_mask, is_causal, scale)
+            function(q, k, attn_mask, is_causal, scale, window or NO_WINDOW, softcap or 0.0)
 
 
 def is_patched(module: torch.nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,6 +61,18 @@ class PatchedName(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.original,)
+
+
+def reduced_as(kind: type) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """Return a `__reduce_ex__` for a subclass of `kind` whose copies are to be of `kind` itself."""
+
+    original: Any = kind
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        parts = original.__reduce_ex__(self, protocol)
+        return copyreg._reconstructor, (kind, object, None), *parts[2:]  # type: ignore[attr-defined]
+
+    return reduce
 
 
 def copies_as(original: Any) -> Callable[[int], tuple[Any, ...]]:

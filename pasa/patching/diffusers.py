@@ -1,8 +1,9 @@
 """Patch diffusers pipelines and models: replace their attention processors by PASA's, and restore them.
 
-Every attention module that can be patched in diffusers carries a `processor`. A patch keeps the original processor
-objects, and undoing it restores the same objects. The transformers models of a pipeline (text and image encoders) are
-patched by `pasa/patching/transformers.py`.
+Almost every attention module of diffusers carries a `processor`. A patch keeps the original processor objects, and
+undoing it restores the same objects. Blocks of autoencoders (Wan, Qwen-Image, HunyuanImage) call attention in their
+forward instead, and get a copy of it. The transformers models of a pipeline (text and image encoders) are patched by
+`pasa/patching/transformers.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from pasa.patching import diffusers_attention as ours
 from pasa.patching.callbacks import BINDING, Callbacks
-from pasa.patching.copying import UncopiedHook, copies_as
+from pasa.patching.copying import Uncopied, UncopiedHook, copies_as
 from pasa.patching.diffusers_attention import KINDS
 from pasa.patching.diffusers_selection import (
     Modules,
@@ -27,7 +28,7 @@ from pasa.patching.diffusers_selection import (
     select_encoders,
     select_modules,
 )
-from pasa.patching.handle import PatchHandle, PatchReport, already_patched
+from pasa.patching.handle import PatchHandle, PatchReport, already_patched, nothing_to_patch
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -93,6 +94,19 @@ class Binding:
         return None if _in_place(module, module.processor) else _replacement(module, module.processor)
 
 
+@dataclass(eq=False)
+class ModuleBinding(Uncopied):
+    """The mark on a patched module without a processor; nothing but the handle can remove the patch."""
+
+    patch: _Patch
+    callbacks: Callbacks
+
+    @staticmethod
+    def replacement(module: Any) -> str | None:
+        """Return None, because the module runs PASA until the patch is undone."""
+        return None
+
+
 def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str | None) -> PatchHandle:
     """Patch every attention module of a pipeline or model that `policy` selects; see :func:`pasa.patch_pipeline`."""
     components = components_of(root)
@@ -105,8 +119,7 @@ def patch(root: Any, *, policy: Policy, config: PasaConfig | None, backend: str 
     if in_force is not None:
         return in_force
     if not chosen:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
-        raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
+        raise nothing_to_patch(root, skipped)
     _refuse_patched_encoders(encoders)
     record = _Patch(settings, chosen, {module: name for name, module in selected.items()})
     with ExitStack() as undo:
@@ -217,7 +230,13 @@ def _swap(selected: Modules, record: _Patch, undo: ExitStack) -> None:
     """Give every module a processor of PASA, and register with `undo` how to restore the original."""
     for module in selected.values():
         attention: Any = module
-        original, callbacks = attention.processor, Callbacks()
+        callbacks = Callbacks()
+        if not hasattr(attention, "processor"):
+            ours.redirect_module(attention, *record.settings, callbacks)
+            setattr(attention, BINDING, ModuleBinding(record, callbacks))
+            undo.callback(_restore_module, attention)
+            continue
+        original = attention.processor
         if ours.uses_dispatcher(original):
             member = ours.register_backend(*record.settings, callbacks)
             undo.callback(ours.unregister_backend, member)
@@ -238,6 +257,12 @@ def _restore(attention: Any, processor: Any, original: Any) -> None:
     """Restore the original processor, unless another one has replaced PASA's meanwhile."""
     if attention.processor is processor:
         _set(attention, original)
+
+
+def _restore_module(attention: Any) -> None:
+    """Restore a module without a processor."""
+    del attention.__dict__[BINDING]
+    ours.restore_module(attention)
 
 
 def _set(attention: Any, processor: Any) -> None:

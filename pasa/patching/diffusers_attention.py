@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-import pasa
-from pasa.patching.callbacks import Callbacks
+from pasa.patching.callbacks import BINDING, Callbacks
+from pasa.patching.copying import reduced_as
 from pasa.patching.sdpa_calls import calls_attention, make_attention, redirected
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class PasaAttnProcessor:
     """
 
     def __init__(self, kind: Kind, config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> None:
-        self.kind, self.config, self.backend, self.callbacks = kind, config, backend, callbacks
+        self.kind, self.attend = kind, make_attention(config, backend, callbacks, type(self).__name__)
 
     def __call__(
         self,
@@ -118,18 +119,9 @@ class PasaAttnProcessor:
         if self.kind.norms and attn.norm_k is not None:
             key = attn.norm_k(key).to(value.dtype)
         mask = _heads_mask(attn, attention_mask, key)
-        scale = attn.scale if self.kind.module_scale else query.shape[-1] ** -0.5
-        out = pasa.attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            scale=scale,
-            tensor_layout="NHD",
-            config=self.config,
-            backend=self.backend,
-        )
-        self.callbacks.call_heads_last(query, key, mask, False, scale)
+        scale = attn.scale if self.kind.module_scale else None
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = self.attend(query, key, value, mask, scale=scale).transpose(1, 2)
 
         projected: Tensor = attn.to_out[1](attn.to_out[0](out.flatten(2)))  # the projection, then dropout
         if image is not None:
@@ -189,6 +181,7 @@ def is_registered(backend: Any) -> bool:
 
 def make_dispatched(config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> Callable[..., Tensor]:
     """Return the function that the dispatcher calls; the dispatcher passes the arguments that its signature names."""
+    attend = make_attention(config, backend, callbacks, "dispatch_attention_fn")
 
     def pasa_attention(
         query: Tensor,
@@ -203,18 +196,11 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, callbacks: C
         _parallel_config: Any = None,
     ) -> Tensor:
         """Attend: query (B, S, Hq, D), key, value (B, Skv, Hkv, D) -> (B, S, Hq, D)."""
-        for name, setting in (
-            ("dropout_p", dropout_p),
-            ("return_lse", return_lse),
-            ("parallel_config", _parallel_config),
-        ):
+        for name, setting in (("return_lse", return_lse), ("parallel_config", _parallel_config)):
             if setting:
-                raise NotImplementedError(f"dispatch_attention_fn: {name}={setting!r} is not supported by PASA")
-        if is_causal and query.shape[1] != key.shape[1]:
-            raise NotImplementedError(
-                f"dispatch_attention_fn: is_causal with {query.shape[1]} queries and {key.shape[1]} keys is aligned to "
-                "the first key, which PASA does not support"
-            )
+                raise NotImplementedError(
+                    f"dispatch_attention_fn: {name}={setting!r} is not supported by PASA: leave it out"
+                )
         if attn_mask is not None and not isinstance(attn_mask, Tensor):
             raise NotImplementedError(
                 f"dispatch_attention_fn: attn_mask of type {type(attn_mask).__name__} is not supported by PASA; "
@@ -222,20 +208,8 @@ def make_dispatched(config: PasaConfig | None, backend: str | None, callbacks: C
             )
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]  # the dispatcher's shape of a key mask
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out = pasa.attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            tensor_layout="NHD",
-            config=config,
-            backend=backend,
-        )
-        callbacks.call_heads_last(query, key, attn_mask, is_causal, scale)
-        return out
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
 
     return pasa_attention
 
@@ -254,6 +228,29 @@ def redirected_processor(processor: Any, config: PasaConfig | None, backend: str
     names = {"__call__": redirected(kind.__call__, attend), "__module__": kind.__module__, "__doc__": kind.__doc__}
     twin.__class__ = type(kind.__name__, (kind,), names)
     return twin
+
+
+def redirect_module(module: Any, config: PasaConfig | None, backend: str | None, callbacks: Callbacks) -> None:
+    """Make a module whose forward calls torch's scaled_dot_product_attention run PASA; `restore_module` undoes it.
+
+    The module gets a subclass of its class. A copy of the module has its original class.
+    """
+    kind = type(module)
+    attend = make_attention(config, backend, callbacks, kind.__name__)
+    names = {"forward": redirected(kind.forward, attend), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    module.__class__ = type(kind.__name__, (kind,), names | {"__reduce_ex__": reduced_as(kind)})
+
+
+def restore_module(module: Any) -> None:
+    """Give a module back the class that it had before `redirect_module`."""
+    module.__class__ = type(module).__base__
+
+
+def calls_sdpa_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module of diffusers calls scaled_dot_product_attention itself, as those of autoencoders do."""
+    kind = type(module)
+    within = kind.__module__.startswith("diffusers.models.autoencoders.")
+    return within and (BINDING in vars(module) or calls_attention(kind.forward))
 
 
 def calls_sdpa(processor: Any) -> bool:

@@ -105,13 +105,16 @@ def _select(
         name = join(component_name, path)
         processor = getattr(module, "processor", None)
         if processor is None:
-            if _attends_itself(module):
+            if not _attends_itself(module):
+                continue
+            if not ours.calls_sdpa_itself(module):
                 skipped.append((name, f"{type(module).__name__} computes its attention itself, without a processor"))
-            continue
-        with_processor += 1
+                continue
+        else:
+            with_processor += 1
         if callable(policy) and not policy(name, module):
             skipped.append((name, "declined by the policy"))
-        elif reason := _unknown(module, component):
+        elif processor is not None and (reason := _unknown(module, component)):
             foreign.append((name, reason))
         elif too_wide := _too_wide(module, backend):
             skipped.append((name, too_wide))
@@ -186,8 +189,14 @@ def _serves(backend: Backend, width: int) -> bool:
 
 
 def _head_dim(module: Any) -> int | None:
-    """Return the head dimension of a classic module, and None for other modules.
+    """Return the head dimension of a classic module or of one without a processor, and None for other modules.
 
-    Modules of dispatched models have no common attribute for it, and their head dimensions are below 256.
+    Modules of dispatched models have no common attribute for it, and their head dimensions are below 256. Modules
+    without a processor are those of autoencoders, with a single head.
     """
-    return module.inner_dim // module.heads if isinstance(module, Attention) else None
+    width: int | None = None
+    if isinstance(module, Attention):
+        width = module.inner_dim // module.heads
+    elif not hasattr(module, "processor"):
+        width = getattr(module, "dim", None) or getattr(module, "in_channels", None)
+    return width

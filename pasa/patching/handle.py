@@ -227,6 +227,15 @@ def no_model(root: object) -> TypeError:
     )
 
 
+def nothing_to_patch(root: object, skipped: Sequence[tuple[str, str]]) -> NotImplementedError:
+    """Return the error for a model none of whose modules is patched; `skipped` has names and reasons."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
+    return NotImplementedError(
+        f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons}): call pasa.attention where the model "
+        "computes attention, or select other modules with policy"
+    )
+
+
 def first_names(names: Sequence[str]) -> str:
     """Return the first three names as text, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

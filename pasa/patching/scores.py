@@ -110,13 +110,7 @@ class Scores:
             mask = _moved(mask, self.base, heads)
         dtype = torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), values.dtype)
         q, k, v = (x.reshape(*heads, *x.shape[-2:]).to(dtype) for x in (self.q, self.k, values))
-        missing = q.shape[-1] - v.shape[-1]
-        if missing:
-            q, k, v = (
-                torch.nn.functional.pad(x, (0, max(0, each)))
-                for x, each in zip((q, k, v), (-missing, -missing, missing), strict=True)
-            )
-        out = function(q, k, v, attn_mask=mask, scale=self.scale)[..., : values.shape[-1]]
+        out = function(q, k, v, attn_mask=mask, scale=self.scale)
         return out.reshape(*self.batch, *out.shape[-2:]).to(values.dtype)
 
     @classmethod
@@ -207,9 +201,9 @@ def _where(condition: Any, scores: Any, value: Any) -> Any:
     return _masked_fill(scores, ~condition, value) if isinstance(scores, Scores) else NotImplemented
 
 
-def _maximum(scores: Any, lowest: Any) -> Any:
+def _maximum(scores: Any, lowest: Any = None, *_: Any, **kwargs: Any) -> Any:
     """Return the scores, because hosts raise only scores that are masked out to the lowest number."""
-    constant = isinstance(scores, Scores) and isinstance(lowest, Tensor) and lowest.numel() == 1
+    constant = isinstance(scores, Scores) and isinstance(lowest, Tensor) and lowest.numel() == 1 and not kwargs
     return scores if constant and float(lowest) <= MASKED_OUT else NotImplemented
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import pasa
 from pasa.patching.callbacks import Callbacks
+from pasa.scaled_dot_product import attend_as_torch
 
 if TYPE_CHECKING:
     from pasa import PasaConfig
@@ -55,8 +56,8 @@ def _replaced(function: Any, attend: Any) -> dict[str, Any]:
         for module, path in _PATHS.items()
         if value is module and set(path) <= set(code.co_names)
     }
-    own = {name: attend for name, value in known.items() if value is torch.nn.functional.scaled_dot_product_attention}
-    return replaced | own
+    original = torch.nn.functional.scaled_dot_product_attention
+    return replaced | {name: attend for name, value in known.items() if value is original}
 
 
 def _with(module: ModuleType, path: tuple[str, ...], value: Any) -> ModuleType:
@@ -73,6 +74,8 @@ def make_attention(
 ) -> Callable[..., Tensor]:
     """Return a function with the signature of torch's scaled_dot_product_attention that runs :func:`pasa.attention`.
 
+    Unlike `pasa.scaled_dot_product_attention`, it serves FP32 and BF16 calls too, with these settings.
+
     Parameters
     ----------
     config, backend
@@ -82,6 +85,11 @@ def make_attention(
     where : str
         Name of the class that makes the calls, for error messages.
     """
+
+    def attend_and_report(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        out: Tensor = pasa.attention(q, k, v, config=config, backend=backend, **how)
+        callbacks.call(q, k, **how)
+        return out
 
     def attend(
         query: Tensor,
@@ -93,26 +101,11 @@ def make_attention(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attend: query (B, Hq, S, D), key, value (B, Hkv, Skv, D) -> (B, Hq, S, D)."""
         if dropout_p:
             raise NotImplementedError(
                 f"{where}: dropout_p={dropout_p} on attention weights is not supported; call model.eval()"
             )
-        if is_causal and query.shape[2] != key.shape[2]:
-            attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-            is_causal = False  # torch aligns the band with the first key
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = pasa.attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            config=config,
-            backend=backend,
-        )
-        callbacks.call(query, key, attn_mask, is_causal, scale)
-        return out
+        return attend_as_torch(attend_and_report, query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
     return attend

@@ -136,8 +136,8 @@ class Kernels:
 def _kernel(name: str, key: str) -> Any:
     """Return the kernel that an operator has for a dispatch key; None if it has none, as for CUDA on a CPU build."""
     operator = getattr(torch.ops.aten, name).default
-    found = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-    return torch.library.get_kernel(operator, key) if found else None
+    present = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    return torch.library.get_kernel(operator, key) if present else None
 
 
 @contextmanager

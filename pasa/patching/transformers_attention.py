@@ -23,12 +23,11 @@ from pasa.patching.copying import Uncopied
 from pasa.patching.transformers_masks import (
     chosen_keys,
     implied_limits,
-    implied_mask,
     separate_sequences,
     with_bias,
     without_lowest,
 )
-from pasa.scaled_dot_product import equal_widths
+from pasa.scaled_dot_product import autocast_inputs, equal_widths
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -176,7 +175,7 @@ def run_pasa(
     attention_mask = with_bias(attention_mask, position_bias)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = autocast_inputs(*equal_widths(query, key, value))
+    query, key, value = equal_widths(*autocast_inputs(query, key, value))
     out, lse = pasa.attention(
         query,
         key,
@@ -193,9 +192,7 @@ def run_pasa(
     )
     if sinks is not None:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
         out = out * torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
-    if window is not None and binding.callbacks.functions and attention_mask is None:
-        attention_mask = implied_mask(query.shape[2], key.shape[2], sliding_window, causal, query.device)
-    binding.callbacks.call(query, key, attention_mask, causal, scale)
+    binding.callbacks.call(query, key, attention_mask, causal, scale, window, softcap)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
@@ -246,20 +243,6 @@ def forward_names(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the global and attribute names that `module.forward` uses; empty if it is not a Python function."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
-
-
-def autocast_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in the autocast dtype, if autocast is on, as torch's own attention would get them.
-
-    Under autocast, rotary embeddings leave q and k in FP32, but not v.
-    """
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _eager_name(module: torch.nn.Module) -> str:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.utils import logging
 
 from pasa.patching.transformers_attention import REGISTERED, Binding, run_pasa
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_selection import is_named_attention
 
 DEFAULT = Binding(config=None, backend=None, handle=None)
+_LOGGER = logging.get_logger(__name__)
 
 
 def register() -> str:
@@ -39,7 +41,15 @@ def attend_registered(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with PASA and its default settings, in a module whose config names the attention "pasa"."""
+    """Attend with PASA and its default settings, in a module whose config names the attention "pasa".
+
+    As with SDPA, ``output_attentions=True`` returns None for the weights, and transformers' log says so once.
+    """
+    if kwargs.pop("output_attentions", False):
+        _LOGGER.warning_once(
+            'attn_implementation="pasa" never forms attention weights, so output_attentions=True returns None for '
+            'them: call model.set_attn_implementation("eager")'
+        )
     explicit = reach_in_file(type(module).__module__) != "all"
     return run_pasa(DEFAULT, module, query, key, value, attention_mask, explicit_masks=explicit, **kwargs)
 

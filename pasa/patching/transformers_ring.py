@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import pasa
 from pasa.patching.callbacks import BINDING
-from pasa.patching.transformers_attention import Binding, _is_causal, _refuse_keywords, autocast_inputs
+from pasa.patching.transformers_attention import Binding, _is_causal, _refuse_keywords
 from pasa.patching.transformers_masks import BORDERS
-from pasa.scaled_dot_product import equal_widths
+from pasa.scaled_dot_product import autocast_inputs, equal_widths
 
 UNSERVED = {
     "softcap": "soft caps",
@@ -84,7 +84,7 @@ def attend_shard(
     if (positions := kwargs.get("position_ids")) is not None:
         _check_positions(positions, binding.context_parallel)
     out: torch.Tensor = pasa.ring_attention(
-        *autocast_inputs(*equal_widths(query, key, value)),
+        *equal_widths(*autocast_inputs(query, key, value)),
         group=binding.context_parallel,
         is_causal=_is_causal(module, query.shape[2], is_causal),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

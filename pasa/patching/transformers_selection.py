@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from pasa.patching.handle import no_model
+from pasa.patching.handle import no_model, nothing_to_patch
 from pasa.patching.transformers_attention import forward_names
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def select(
         else:
             selected[name] = module
     if not selected:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or "no attention module found"
-        raise NotImplementedError(f"patch_pipeline: nothing to patch in {type(root).__name__} ({reasons})")
+        raise nothing_to_patch(root, skipped)
     return owners, selected, skipped
 
 

@@ -8,7 +8,6 @@ as the host would have computed it. If a forward makes no call of PASA, it raise
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pasa.patching.copying import reduced_as
 from pasa.patching.scores import FOLLOWED, Attend, Scores, added, follow, scaled, without_scores
 
 PRODUCTS = frozenset({"matmul", "bmm", "__matmul__", "einsum", "baddbmm"})
@@ -138,13 +138,9 @@ def follow_module(module: torch.nn.Module, attend: Attend) -> Callable[[], None]
             )
         return output
 
-    def reduced(self: Any, protocol: Any) -> Any:
-        parts: tuple[Any, ...] = kind.__reduce_ex__(self, protocol)  # type: ignore[assignment]
-        return copyreg._reconstructor, (kind, object, None), *parts[2:]  # type: ignore[attr-defined]
-
     names = {
         "forward": torch.compiler.disable(followed),
-        "__reduce_ex__": reduced,
+        "__reduce_ex__": reduced_as(kind),
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
     }

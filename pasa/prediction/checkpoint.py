@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,10 @@ class Source(Protocol):
 
     def get(self, name: str) -> Tensor:
         """Return the tensor of this name."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor of this name, without reading its data."""
         ...
 
 
@@ -60,6 +66,10 @@ class Live:
             raise NotImplementedError(f"{self.label}: {name} has no data (offloaded); give its folder instead")
         return check_dtype(self.label, name, tensor)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the model's own tensor."""
+        return tuple(self._tensors[name].shape)
+
 
 class Checkpoint:
     """A folder with ``config.json`` and safetensors files, whole or in shards; a tensor is read on demand.
@@ -74,6 +84,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
+            if folder.exists():
+                raise FileNotFoundError(
+                    f"model {str(folder)!r} is a file: pass the folder that holds config.json and safetensors files"
+                )
             name, place = str(folder), folder.name
             if not HUB_NAME.fullmatch(name):
                 name, place = "NAME", "FOLDER"
@@ -85,8 +99,8 @@ class Checkpoint:
             raise FileNotFoundError(f"{str(folder)!r} holds no config.json: pass the folder of save_pretrained")
         self.label, self._folder = str(folder), folder
         self.config = _read_json(folder / "config.json")
-        self._files = self._find_tensors()
-        self.names = frozenset(self._files)
+        self.files = self._find_tensors()
+        self.names = frozenset(self.files)
 
     def _find_tensors(self) -> dict[str, str]:
         """Return the file name of every tensor, by the name of the tensor."""
@@ -97,7 +111,7 @@ class Checkpoint:
                 files = self._read_index(self._folder / f"{name}.index.json")
                 missing = sorted({file for file in files.values() if not (self._folder / file).is_file()})
                 if missing:
-                    raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]}, which is not there")
+                    raise FileNotFoundError(f"{self.label!r}: its index names {missing[0]!r}, which is not there")
                 return files
             if (self._folder / name).is_file():
                 try:
@@ -121,12 +135,22 @@ class Checkpoint:
 
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
+        with self._open(name) as file:
+            return check_dtype(self.label, name, file.get_tensor(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Read the shape of a tensor from the head of its file."""
+        with self._open(name) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
-        path = self._folder / self._files[name]
+        path = self._folder / self.files[name]
         try:
             with safe_open(str(path), framework="pt") as file:
-                return check_dtype(self.label, name, file.get_tensor(name))
+                yield file
         except SafetensorError as error:
             raise ValueError(f"{str(path)!r}: {name} cannot be read: {error}") from None
 

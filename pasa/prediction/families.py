@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from pasa.prediction.checkpoint import Source
 
 EPSILON = 1e-5
 """Epsilon of a layer norm whose configuration names none: the default of PyTorch, GPT-2, CLIP and a UNet's blocks."""
+LARGEST = 2**31 - 1  # largest count in a configuration that is believed; formulas of larger ones leave FP64
 GROUP_EPSILON = 1e-6  # epsilon of an autoencoder's group norms; the configuration does not name it
 
 
@@ -98,10 +99,32 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3")
 """Types of rotary embeddings that only rotate; others (YaRN, LongRoPE) also scale q and k."""
 
 
+def architecture(config: dict[str, Any]) -> object:
+    """Return what a configuration names as its architecture, which in a file from others may be anything."""
+    return config.get("model_type") or config.get("_class_name")
+
+
 def supported(config: dict[str, Any]) -> bool:
     """Return whether the architecture of a configuration is known here."""
-    names = str(config.get("model_type")), str(config.get("_class_name"))
-    return names[0] in FAMILIES or names[1] in UNETS + AUTOENCODERS
+    name = architecture(config)
+    return isinstance(name, str) and name in (*FAMILIES, *UNETS, *AUTOENCODERS)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether an entry of a configuration is a number of things."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
+def wrong(source: Source, name: str, expected: str) -> ValueError:
+    """Return the error for an entry of a configuration that is not what is expected."""
+    value = shown(source.config.get(name))
+    return ValueError(f"{source.label}: its config says {name}={value}, which is not {expected}: correct config.json")
+
+
+def shown(value: object) -> str:
+    """Return a value of a configuration as text of at most 60 letters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def find_layers(source: Source) -> list[Layer]:
@@ -120,10 +143,10 @@ def find_layers(source: Source) -> list[Layer]:
         raise NotImplementedError(
             f"{source.label}: quantised weights ({method}) are not supported: pass the unquantised checkpoint"
         )
-    name = config.get("model_type") or config.get("_class_name")
-    if not supported(config):
+    name = architecture(config)
+    if not isinstance(name, str) or not supported(config):
         known = ", ".join((*FAMILIES, *UNETS, *AUTOENCODERS))
-        raise NotImplementedError(f"{source.label}: architecture {name!r} is not supported; known: {known}")
+        raise NotImplementedError(f"{source.label}: architecture {shown(name)} is not supported; known: {known}")
     if name in FAMILIES:
         layers = list(_language_model(source, FAMILIES[name]))
     elif name in UNETS:
@@ -148,26 +171,40 @@ def _language_model(source: Source, family: Family) -> Iterator[Layer]:
         rotary = _rotary(source, heads) if family.rotary else 0
         if family.head_norms:
             query, key = (part(source, f"{path}.{name}") for name in family.head_norms)
+            _check_heads(source, f"{path}.{family.query}.weight", query, heads)
+            _check_heads(source, f"{path}.{family.key}.weight", key, kv_heads)
             yield Layer(path, query, key, heads, kv_heads, "", "head", rotary)
         else:
             query, key = _projections(source, family, path, heads, kv_heads)
             yield Layer(path, query, key, heads, kv_heads, norm, family.kind, rotary, _epsilon(source))
 
 
+def _check_heads(source: Source, projection: str, gain: Part, heads: int) -> None:
+    """Check that a projection has the rows of the configuration's heads, which the gain of a head alone cannot show."""
+    if projection in source.names and source.shape(projection)[0] != heads * source.shape(gain.weight)[0]:
+        raise ValueError(
+            f"{source.label}: {projection} is {source.shape(projection)}, which {heads} heads of "
+            f"{source.shape(gain.weight)[0]} do not fit: a part of a model, or another config"
+        )
+
+
 def _epsilon(source: Source) -> float:
     """Return the epsilon of a model's layer norms."""
-    named = [source.config[name] for name in ("layer_norm_epsilon", "layer_norm_eps") if name in source.config]
-    if named and not isinstance(named[0], (int, float)):
-        raise ValueError(f"{source.label}: its config says layer_norm_eps={named[0]!r}, which is no number")
-    return float(named[0]) if named else EPSILON
+    for name in ("layer_norm_epsilon", "layer_norm_eps"):
+        if name in source.config:
+            value = source.config[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise wrong(source, name, "a number from 0 to 1")
+            return float(value)
+    return EPSILON
 
 
 def _count(source: Source, name: str) -> int:
     value = source.config.get(name)
     if value is None and name == "num_key_value_heads":
         value = source.config.get("num_attention_heads")
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{source.label}: its config says {name}={value!r}")
+    if not is_count(value):
+        raise wrong(source, name, f"an integer from 1 to {LARGEST}")
     return value
 
 
@@ -196,8 +233,8 @@ def part(source: Source, path: str) -> Part:
 def _head_dim(source: Source, heads: int) -> int:
     config = source.config
     hidden = config.get("hidden_size") or config.get("n_embd")
-    dim = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) else None)
-    if not isinstance(dim, int) or dim < 1:
+    dim = config.get("head_dim") or (hidden // heads if is_count(hidden) else None)
+    if not is_count(dim):
         raise ValueError(f"{source.label}: its config says neither head_dim nor hidden_size that {heads} heads share")
     return dim
 
@@ -207,12 +244,17 @@ def _rotary(source: Source, heads: int) -> int:
     config = source.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"{source.label}: its config says rope_parameters={rope!r}")
+        raise ValueError(f"{source.label}: its config says rope_parameters={shown(rope)}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROTATIONS:
-        raise NotImplementedError(f"{source.label}: rope_type={kind!r} also scales q and k, which is not supported")
+        raise NotImplementedError(
+            f"{source.label}: rope_type={shown(kind)} also scales q and k, which is not supported"
+        )
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    dims = int(_head_dim(source, heads) * share) if isinstance(share, (int, float)) else 0
+    whole = _head_dim(source, heads)
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"{source.label}: its config says partial_rotary_factor={shown(share)}, not a part of 1")
+    dims = int(whole * share)
     if dims < 2 or dims % 2:
         raise ValueError(f"{source.label}: rotary embeddings turn pairs, not {dims} of a head's dimensions")
     return dims
@@ -249,15 +291,21 @@ def _unet_heads(source: Source, path: str) -> int:
 
     If `num_attention_heads` is missing, `attention_head_dim` holds the number of heads, despite its name.
     """
-    counts = source.config.get("num_attention_heads") or source.config.get("attention_head_dim")
-    if isinstance(counts, int):
-        return counts
+    name = "num_attention_heads" if source.config.get("num_attention_heads") else "attention_head_dim"
+    counts = source.config.get(name)
     if not counts:
         raise ValueError(f"{source.label}: its config says neither num_attention_heads nor attention_head_dim")
-    if match := re.match(r"(down|up)_blocks\.(\d+)\.", path):
-        index = int(match[2])
-        return int(counts[index] if match[1] == "down" else counts[len(counts) - 1 - index])
-    return int(counts[-1])
+    counts = counts if isinstance(counts, (list, tuple)) else [counts]
+    if not all(map(is_count, counts)):
+        raise wrong(source, name, "a number of heads, or a list of them")
+    match = re.match(r"(down|up)_blocks\.(\d+)\.", path)
+    index = int(match[2]) if match and len(counts) > 1 else 0
+    if index >= len(counts):
+        raise wrong(
+            source, name, f"a list of {index + 1} numbers or more, as block {match[0] if match else path} needs"
+        )
+    heads: int = counts[index if match and match[1] == "down" else len(counts) - 1 - index]
+    return heads
 
 
 def _autoencoder(source: Source) -> Iterator[Layer]:

@@ -16,12 +16,24 @@ from pasa.geometry import ScoreBounds
 from pasa.keywords import hint_at_arguments
 from pasa.ops.numerics.formats import E4M3_MAX, FP16_MAX
 from pasa.prediction.checkpoint import Checkpoint, Live, Source
-from pasa.prediction.families import AUTOENCODERS, Layer, Part, find_layers, supported
+from pasa.prediction.families import (
+    AUTOENCODERS,
+    LARGEST,
+    Layer,
+    Part,
+    architecture,
+    find_layers,
+    is_count,
+    shown,
+    supported,
+    wrong,
+)
 from pasa.prediction.table import HeadPrediction, Prediction, Verdict, order
 from pasa.projections import Norm, Projection, project
 from pasa.roundings import ELEMENT_UNITS, MEAN_UNITS, constant_level, unevenness
 
 DEFAULT_SEQ_LEN = 1024  # as in the paper's tables; used if the configuration names no length
+LARGEST_SIDE = 2**15  # pixels; the square of a longer side is no count
 Progress = Callable[[int, int, str], None]
 
 
@@ -62,7 +74,8 @@ def predict_overflow(
         The architecture is unknown (in a pipeline: that of every part), the weights are quantised, or rotary embeddings
         also scale q and k.
     ValueError
-        A projection is missing or has a wrong shape; `delta` is not a probability; `seq_len` is below 1.
+        A projection is missing or has a wrong shape; the configuration has a wrong entry; `delta` is not a probability;
+        `seq_len` is below 1 or above 2^31.
     FileNotFoundError
         The folder holds no model.
     TypeError
@@ -83,8 +96,11 @@ def predict_overflow(
         raise TypeError(f"predict_overflow: seq_len={seq_len!r} is not an integer")
     if not 0.0 < delta < 1.0:
         raise ValueError(f"predict_overflow: delta={delta} is not a probability between 0 and 1")
-    if seq_len is not None and seq_len < 1:
-        raise ValueError(f"predict_overflow: seq_len={seq_len} is not at least 1: leave it out for the config's length")
+    if seq_len is not None and not is_count(seq_len):
+        limits = f"not between 1 and {LARGEST}"
+        raise ValueError(
+            f"predict_overflow: seq_len={shown(seq_len)} is {limits}: leave it out for the config's length"
+        )
     if progress is not None and not callable(progress):
         raise TypeError(f"predict_overflow: progress={progress!r} is not a function: pass progress(done, total, layer)")
     parts = sources_of(model)
@@ -92,14 +108,14 @@ def predict_overflow(
         raise FileNotFoundError(f"predict_overflow: {str(model)!r} is a pipeline, none of whose parts is there")
     known = {prefix: source for prefix, source in parts.items() if len(parts) == 1 or supported(source.config)}
     if not known:
-        architectures = ", ".join(str(_architecture(source)) for source in parts.values())
+        architectures = ", ".join(shown(architecture(source.config)) for source in parts.values())
         raise NotImplementedError(f"predict_overflow: no part is of a known architecture ({architectures})")
     layers_by_prefix = {prefix: find_layers(source) for prefix, source in known.items()}
     total, done = sum(map(len, layers_by_prefix.values())), 0
     rows: list[HeadPrediction] = []
     settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
     for prefix, layers in layers_by_prefix.items():
-        length = seq_len or _sequence(known[prefix].config)
+        length = seq_len or _sequence(known[prefix])
         heads = sum(layer.heads for layer in layers)
         for layer in layers:
             if progress is not None:
@@ -108,7 +124,7 @@ def predict_overflow(
             done += 1
         settings["parts"][prefix] = {"seq_len": length, "heads": heads, "layers": len(layers)}
     skipped = tuple(
-        (prefix.rstrip("."), f"architecture {_architecture(source)!r} is not supported")
+        (prefix.rstrip("."), f"architecture {shown(architecture(source.config))} is not supported")
         for prefix, source in parts.items()
         if prefix not in known
     )
@@ -156,21 +172,28 @@ def _live(root: torch.nn.Module, prefix: str) -> dict[str, Source]:
     return {prefix + path: source for path, source in (known | {path: others[path] for path in outermost}).items()}
 
 
-def _architecture(source: Source) -> object:
-    return source.config.get("model_type") or source.config.get("_class_name")
-
-
-def _sequence(config: dict[str, Any]) -> int:
+def _sequence(source: Source) -> int:
     """Return the longest sequence that a configuration names: positions of a text, or of a latent image.
 
     Configurations of VAEs name the pixels of the image, from which the size of the latent follows.
     """
+    config = source.config
+    for name in ("max_position_embeddings", "n_positions"):
+        if positions := config.get(name):
+            if not is_count(positions):
+                raise wrong(source, name, f"an integer from 1 to {LARGEST}")
+            return positions
     side = config.get("sample_size")
-    if isinstance(side, int) and config.get("_class_name") in AUTOENCODERS:
-        side //= 2 ** (len(config["block_out_channels"]) - 1)
-    pixels = side * side if isinstance(side, int) else None
-    named = config.get("max_position_embeddings") or config.get("n_positions") or pixels
-    return named if isinstance(named, int) and named > 0 else DEFAULT_SEQ_LEN
+    if side is None or isinstance(side, (list, tuple)):  # of images that are not square
+        return DEFAULT_SEQ_LEN
+    if not is_count(side) or side > LARGEST_SIDE:
+        raise wrong(source, "sample_size", f"an integer from 1 to {LARGEST_SIDE}")
+    if config.get("_class_name") in AUTOENCODERS:
+        blocks = config.get("block_out_channels")
+        if not isinstance(blocks, (list, tuple)):
+            raise wrong(source, "block_out_channels", "a list of numbers")
+        side //= 2 ** (len(blocks) - 1)
+    return max(side * side, 1)
 
 
 def _predict_layer(

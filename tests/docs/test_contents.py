@@ -1,4 +1,4 @@
-"""What the pages say of names, commands, variables and figures is so."""
+"""Names, commands, variables and figures on the pages are those of the code and of the stored runs."""
 
 import re
 

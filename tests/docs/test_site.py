@@ -38,7 +38,7 @@ def test_links_lead_somewhere_in_a_checkout(page):
     assert broken(page) == []
 
 
-def test_links_that_lead_nowhere_are_noticed(tmp_path, monkeypatch):
+def test_links_that_lead_nowhere_are_noticed(monkeypatch):
     page = ROOT / "docs" / "index.md"
     monkeypatch.setattr(type(page), "read_text", lambda *_: "# A b\n[1](#a-b) [2](#c) [3](no.md) [4](limits.md#no)")
     assert broken(page) == ["](#c)", "](no.md)", "](limits.md#no)"]

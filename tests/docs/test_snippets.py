@@ -27,6 +27,7 @@ INSTEAD = {
     f'"{VIDEO}"': '"svd"',
     '.to("cuda")': "",
     "num_frames=25": "num_frames=2, height=64, width=64, num_inference_steps=1",
+    '"num_frames": 25': '"num_frames": 2, "height": 64, "width": 64',
     '"nccl"': '"gloo"',
     'torch.device("cuda", int(os.environ["LOCAL_RANK"]))': 'torch.device("cpu")',
     "torch.cuda.set_device(device)\n": "",

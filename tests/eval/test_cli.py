@@ -1,8 +1,10 @@
 """The console script: what it prints, where, and with which exit status."""
 
+import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,7 +50,8 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_help_names_every_command_and_no_other() -> None:
     shown = run("--help").output
     places = [
-        shown.index(f" {name} ") for name in ("doctor", "check-device", "demo", "predict", "diagnose", "bench", "eval")
+        shown.index(f" {name} ")
+        for name in ("doctor", "check-device", "demo", "predict", "diagnose", "to-fp16", "bench", "eval")
     ]
     assert places == sorted(places), "what a user needs first stands first"
     assert "longbench" not in shown
@@ -241,11 +244,16 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["diagnose", "--frames", "two"], "two"),
         (["diagnose", "--model", "tiny", "--dtype", "int8"], "'int8'"),
         (["--bogus"], "--bogus"),
+        (["bench", "rmse", "--seq", "9" * 12, "--heads", "1"], "not enough memory ("),
         (["predict", "--model", "Qwen/Qwen2-7B"], "hf download Qwen/Qwen2-7B --local-dir Qwen2-7B"),
         (["predict", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
         (["demo", "--model", "gpt2"], "hf download gpt2 --local-dir gpt2"),
         (["demo", "--offset", "many"], "'many' is not a number"),
         (["predict", "--delta", "x"], "'x' is not a number"),
+        (["predict", "--model", __file__], "test_cli.py' is a file: pass the folder that holds config.json"),
+        (["predict", "--model", ".", "--seq-len", "9" * 400], "... is not between 1 and 2147483647"),
+        (["demo", "--prompt", "a\udcff", "--model", "nowhere"], "is not UTF-8 text (letter 1)"),
+        (["bench", "beta", "--json", "x", "--output-dir", "x/y"], "--json 'x' is a file, and --output-dir 'x/y' needs"),
         (["diagnose", "--prompt", "a\udcff"], "is not UTF-8 text (letter 1)"),
         (["eval", "ppl", "--text", "/nowhere.txt"], "/nowhere.txt: No such file or directory"),
     ],
@@ -257,6 +265,52 @@ def test_bad_input_is_one_line_that_names_the_value(
     line = refused(*arguments)
     assert line.startswith("pasa: "), "nothing on stdout"
     assert value in line
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_run(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: after a run of minutes, `os.replace` found that predict.json was a folder."""
+    monkeypatch.setattr("pasa.eval.kit.experiment.Experiment.measure", lambda *_, **__: pytest.fail("the run started"))
+    (tmp_path / "beta.md").mkdir()
+    assert "beta.md': it is a folder; move it" in refused("bench", "beta", "--output-dir", str(tmp_path))
+
+
+def test_a_full_disk_names_the_file(refused: Callable[..., str]) -> None:
+    """Story: "[Errno 28] No space left on device" did not say where."""
+    assert "/dev/full: No space left on device" in refused("bench", "beta", "--json", "/dev/full")
+
+
+def test_a_variable_that_cannot_be_used_is_named(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: RANK=x ended with "invalid literal for int() with base 10"."""
+    monkeypatch.setenv("RANK", "x")
+    assert "the environment variable RANK='x' cannot be used" in refused("bench", "beta")
+
+
+@pytest.mark.parametrize("option", [[], ["--json", "-"]])
+def test_a_reader_that_has_gone_is_no_failed_check(option: list[str]) -> None:
+    """Story: `pasa doctor | head -1` exited with 1, as if a check had failed."""
+    command = [sys.executable, "-m", "pasa.eval.cli", "bench", "beta", *option]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+def test_a_name_that_is_no_text_is_shown_and_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Story: with an output of ASCII, or a folder whose name is no UTF-8, a result ended as "codec can't encode"."""
+    result = {"model": "é\udcff"}
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(cli, "main", lambda: None)
+    pasa_cli.main()
+    with pytest.raises(typer.Exit):
+        finish(result, "-", None, lambda *_: None, lambda *_: None)
+    with pytest.raises(typer.Exit):
+        finish(result, str(tmp_path / "x.json"), None, lambda *_: print(result), lambda *_: None)
+    text = shown.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    assert json.loads(text[: text.index("}") + 1]) == json.loads((tmp_path / "x.json").read_text()) == result
 
 
 @pytest.mark.parametrize("place", ["pasa.eval.cli", "pasa.eval.commands", "pasa.eval.commands.app"])
@@ -282,6 +336,51 @@ def test_a_stop_from_the_keyboard_is_one_line_at_any_time(
     assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
 
 
+@pytest.mark.parametrize("then", [lambda: None, lambda: int("half of numpy")])
+def test_a_stop_that_a_module_catches_is_no_less_a_stop(
+    then: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: Ctrl-C while modules loaded was caught by one of them, and the command ran on; numpy could not load."""
+
+    class Catches:
+        def __getattr__(self, name: str) -> Any:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            then()
+            return lambda: pytest.fail("the command ran")
+
+    monkeypatch.setitem(sys.modules, "pasa.eval.cli", Catches())  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            pasa_cli.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
+
+
+def test_a_stop_while_a_command_loads_its_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: transformers takes seconds to load, and Ctrl-C then ended `pasa demo` without a word."""
+
+    def stop(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pasa.eval.kit.experiment.needs_models", stop)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo"])
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "pasa: stopped; nothing was written\n")
+
+
+def test_a_stop_after_the_end_does_not_change_the_exit_status() -> None:
+    """Story: Ctrl-C while Python unloaded torch ended a command that had passed with status -2."""
+    code = "import atexit, os, signal; from pasa.eval.kit.exits import leave\n"
+    code += "atexit.register(os.kill, os.getpid(), signal.SIGINT); leave(lambda: 1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,15 +396,12 @@ def test_unwritable_json_is_one_line(refused: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize(
     ("package", "command", "extra"),
-    [("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "video")],
+    [("diffusers", ["eval", "video"], "video"), ("transformers", ["demo"], "eval")],
 )
 def test_a_missing_package_names_its_extra(
     package: str, command: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    if package == "typer":
-        monkeypatch.delitem(sys.modules, "pasa.eval.commands")
-        monkeypatch.delattr("pasa.eval.commands", raising=False)
     assert refused(*command) == f"pasa: {package} is not installed; run, in the checkout: pip install '.[{extra}]'\n"
 
 

@@ -10,8 +10,8 @@ from pasa.ops import registry
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs that are the CPU, whose kernels spoil what is asked of the second as `spoil` says."""
-    spoil = {}
+    """Put two GPUs, which are the CPU, in place; `corrupt` maps a device to a function that changes its outputs."""
+    corrupt = {}
     place, attend = {}, pasa.attention
 
     def to(x, device):
@@ -21,14 +21,14 @@ def gpus(monkeypatch):
 
     def attention(q, k, v, *, is_causal=False, backend=None):
         _, device = place.get(id(q), (q, "cpu"))
-        return spoil.get(device, lambda out: out)(attend(q, k, v, is_causal=is_causal, backend="reference"))
+        return corrupt.get(device, lambda out: out)(attend(q, k, v, is_causal=is_causal, backend="reference"))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.Tensor, "to", to)
     monkeypatch.setattr(pasa, "attention", attention)
-    return spoil
+    return corrupt
 
 
 def line(found, backend, device):
@@ -41,7 +41,7 @@ def broken(out):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("corrupt", "said"),
     [
         (lambda out: out * 1.1, "max error"),
         (lambda out: torch.full_like(out, torch.nan), "max error inf"),
@@ -50,9 +50,9 @@ def broken(out):
     ],
     ids=["wrong", "nan", "wrong for one row", "raises"],
 )
-def test_a_gpu_that_gives_wrong_numbers_is_reported(gpus, spoil, said):
+def test_a_gpu_that_gives_wrong_numbers_is_reported(gpus, corrupt, said):
     """Story: the check made tensors of the CPU alone. "Passed" on a machine with GPUs said nothing about them."""
-    gpus["cuda:1"] = spoil
+    gpus["cuda:1"] = corrupt
     found = doctor.self_check()
     assert not found["passed"]
     assert not line(found, "triton", "cuda:1")["passed"]

@@ -23,13 +23,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants.fp16 import FP16
 from tests.mutants.fused import FUSED
 from tests.mutants.host import HOST
 from tests.mutants.kernels import KERNELS
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.paged import PAGED
 
-ALL = [*KERNELS, *PAGED, *FUSED, *HOST]
+ALL = [*KERNELS, *PAGED, *FUSED, *FP16, *HOST]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
 SAMPLED = [

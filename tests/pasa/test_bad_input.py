@@ -284,6 +284,9 @@ BAD = {
     "policy": (lambda: pasa.patch_pipeline(LINEAR, policy="some"), ValueError, "'some'", "policy must be"),
     "patch config": (lambda: pasa.patch_pipeline(LINEAR, config={}), TypeError, "config is a dict", "PasaConfig"),
     "patch backend": (lambda: pasa.patch_pipeline(LINEAR, backend="x"), ValueError, "backend='x'", "registered: "),
+    "margin": (lambda: pasa.to_fp16(LINEAR, margin=0.5), ValueError, "got 0.5", "from 1 to below 65504"),
+    "convert a name": (lambda: pasa.to_fp16("llama"), TypeError, "'llama'", "from_pretrained"),
+    "what to keep": (lambda: pasa.to_fp16(LINEAR, keep_original=True), ValueError, "got True", '"cpu" or None'),
     "watch a name": (lambda: pasa.watch("llama"), TypeError, "'llama'", "from_pretrained"),
     "watch too early": (lambda: pasa.watch(LINEAR), ValueError, "Sequential", r"call pasa\.patch_pipeline first"),
     "predict a number": (lambda: predict(3), TypeError, "expected a model, a pipeline or a folder.*int", "folder"),
@@ -294,7 +297,7 @@ BAD = {
     "delta": (lambda: predict(delta=2), ValueError, "delta=2", "between 0 and 1"),
     "delta type": (lambda: predict(delta="x"), TypeError, "delta='x'", "not a number"),
     "seq_len type": (lambda: predict(seq_len=1.5), TypeError, "seq_len=1.5", "not an integer"),
-    "seq_len": (lambda: predict(seq_len=0), ValueError, "seq_len=0", "at least 1"),
+    "seq_len": (lambda: predict(seq_len=0), ValueError, "seq_len=0", "leave it out"),
     "progress": (lambda: predict(progress=True), TypeError, "progress=True", r"progress\(done, total, layer\)"),
     # the shifting matrix
     "n": (lambda: pasa.shifting_matrix(0, 0.9), ValueError, "got 0", "integer >= 1"),
@@ -337,7 +340,7 @@ def test_bad_input(name):
 def test_every_public_function_has_bad_input():
     """The table has calls of every public function; `backends` and `record_diagnostics` take no argument."""
     calls = " ".join(inspect.getsource(inspect.getmodule(dense)).split())
-    for name in set(pasa.__all__) - {"__version__", "backends", "record_diagnostics", "PatchHandle"}:
+    for name in set(pasa.__all__) - {"__version__", "backends", "record_diagnostics", "PatchHandle", "Fp16Handle"}:
         assert f"pasa.{name}(" in calls, name
 
 

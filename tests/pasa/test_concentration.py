@@ -46,3 +46,9 @@ def test_bad_settings_are_refused_by_name(name, value):
     given = {"head_dim": 64, "heads": 12, "seq_len": 128, "delta": 1e-6, name: value}
     with pytest.raises(ValueError, match=f"{name}={value}"):
         concentration.typicality(**given)
+
+
+def test_a_tiny_probability_ends():
+    """Story: 1e-320 made the ratio of the union bound infinite, and Newton's method ran for ever."""
+    assert concentration.typicality(64, 1200, 1024, 1e-320) > concentration.typicality(64, 1200, 1024, 1e-300) > 1
+    assert concentration.minimum_alpha(1600, 64, 1200, 2**31, 1e-320) > 0

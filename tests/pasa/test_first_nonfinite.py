@@ -75,6 +75,50 @@ def test_a_run_that_has_shown_its_fault_may_be_left(model):
         raise KeyError
 
 
+def test_a_watch_may_be_used_again(model):
+    """Story: the second use named the module of the first."""
+    watch = NonFiniteWatch({"": model})
+    with watch:
+        model(torch.full((1, 2), torch.nan))
+    with watch:
+        model(-torch.ones(1, 2) * 9)
+    assert watch.first is None
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (torch.nn.Linear(2, 2), "Linear is no map of models by name: for one model pass {'': model}"),
+        (None, "NoneType is no map"),
+        ({"a": torch.nn.Linear(2, 2), "b": 3}, "'b' is a int, not a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_watched_is_named(models, message):
+    """Story: a model without a name was "not iterable"; beside a number, the hooks of the model before it stayed."""
+    with pytest.raises(TypeError, match=message):
+        NonFiniteWatch(models)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to(torch.complex64).conj(),
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    ],
+    ids=["fp8", "complex", "conj", "sparse", "csr", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_every_kind(make, bad):
+    """Story: a model with FP8, sparse or nested tensors ended with an error of the watch; complex NaN was finite."""
+    assert is_finite(make(torch.tensor([[1.0, torch.nan if bad else 2.0]]))) is not bad
+    assert is_finite(torch.empty(3, device="meta"))
+
+
 def test_models_by_name(model):
     assert models_of(model) == {"": model}
     pipeline = types.SimpleNamespace(components={"unet": model, "scheduler": object()})

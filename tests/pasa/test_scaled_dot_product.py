@@ -3,6 +3,7 @@
 import importlib
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -294,6 +295,36 @@ def test_meta_tensors():
     assert pasa.scaled_dot_product_attention(q, q, q[..., :4], is_causal=True).shape == (3, 2, 4, 8, 4)
 
 
+# ---- scales that pasa.attention does not take
+
+
+@pytest.mark.parametrize("scale", [0, -0.5, -2, 1e-30, -1e-300, True, torch.tensor(0.5), np.float32(-0.25)], ids=repr)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_scales_that_torch_takes(scale, is_causal):
+    """Story: a program turns scores off with scale=0, or negates them; the FP32 model took it, so FP16 must."""
+    shapes = (2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 24)
+    check(*tensors(*shapes), scale=scale, is_causal=is_causal)
+
+
+def test_scales_that_change_are_compiled():
+    model = torch.compile(
+        lambda q, scale: pasa.scaled_dot_product_attention(q, q, q, scale=scale),
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    q = torch.randn(1, 2, 8, 16).half()
+    for scale in (0.5, -0.25, 0.0, 0.125):
+        assert (model(q, scale).double() - expected(q, q, q, scale=scale)).abs().max() <= ERROR
+
+
+def test_gradients_of_a_negative_scale():
+    inputs = [x.requires_grad_() for x in tensors((1, 2, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16))]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    pasa.scaled_dot_product_attention(*inputs, scale=-0.5).float().square().sum().backward()
+    TORCH(*exact, scale=-0.5).square().sum().backward()
+    for x, y in zip(inputs, exact, strict=True):
+        assert (x.grad.double() - y.grad).abs().max() <= 2**-7 * y.grad.abs().max()
+
+
 # ---- what is refused
 
 
@@ -309,12 +340,17 @@ REFUSED = [
     (ValueError, r"attn_mask \(5, 3\) does not broadcast", (Q, Q, Q, torch.zeros(5, 3)), {}),
     (ValueError, r"attn_mask \(5, 3, 3\) does not broadcast", (Q[0], Q[0], Q[0], torch.zeros(5, 3, 3)), {}),
     (ValueError, r"attn_mask \(2, 1, 3, 3\) does not broadcast", (Q[0], Q[0], Q[0], torch.zeros(2, 1, 3, 3)), {}),
-    (TypeError, r"k is torch.float32", (Q, Q.float(), Q), {}),
+    (TypeError, r"key is torch.float32 but query is torch.float16", (Q, Q.float(), Q), {}),
+    (ValueError, r"head dim of query is 8 but that of key is 4", (Q, Q[..., :4], Q), {}),
     (ValueError, r"differ in shape", (Q, Q, Q[:, :, :2]), {}),
-    (ValueError, r"scale=-1.0 is outside", (Q, Q, Q), {"scale": -1.0}),
+    (ValueError, r"scale=inf is outside", (Q, Q, Q), {"scale": float("-inf")}),
+    (TypeError, r"scale='1' is a str", (Q, Q, Q), {"scale": "1"}),
     (TypeError, r"query.* must be Tensor, not list", ([1.0], Q, Q), {}),
     (TypeError, r"causal", (Q, Q, Q), {"causal": True}),
     (TypeError, r"is_causal=1 is a int", (Q, Q, Q), {"is_causal": 1}),
+    (TypeError, r"enable_gqa=None is a NoneType", (Q, Q, Q), {"enable_gqa": None}),
+    (TypeError, r"dropout_p=None is a NoneType", (Q, Q, Q), {"dropout_p": None}),
+    (TypeError, r"dropout_p='0' is a str", (Q, Q, Q), {"dropout_p": "0"}),
 ]
 
 

@@ -79,6 +79,22 @@ def test_counts_of_a_model_are_those_of_its_calls(qwen2, how):
     assert numbers(report.total) == [sum(column) for column in zip(*map(numbers, report.layers), strict=True)]
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_windows_and_soft_caps_are_counted(name):
+    """A layer with a sliding window counts the keys inside it, and a soft cap moves no score by more than it allows."""
+    kind, extra = {
+        "mistral": (hf.MistralConfig, {"sliding_window": 50}),
+        "gemma2": (hf.Gemma2Config, {"sliding_window": 50, "attn_logit_softcapping": 1e-5, "head_dim": 16}),
+    }[name]
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(kind(**QWEN2 | extra, pad_token_id=0)).eval()
+    with pasa.patch_pipeline(model), pasa.watch(model) as watched:
+        logits(model)
+    layer = watched.report().layers[0]
+    assert layer.rows < layer.scores <= 50 * layer.rows
+    assert (layer.repeated > layer.rows / 2) == (name == "gemma2"), "a cap of 1e-5 nats makes all scores alike"
+
+
 def test_watching_changes_no_bit_and_leaves_nothing(qwen2):
     with pasa.patch_pipeline(qwen2):
         expected = logits(qwen2)

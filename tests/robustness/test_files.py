@@ -3,16 +3,21 @@
 import contextlib
 import json
 import pickle
+import shutil
 import struct
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from safetensors.torch import save
+import transformers as hf
+from safetensors.torch import load_file, save, save_file
+from tokenizers import Tokenizer, models
 
 import pasa
 from pasa.eval.kit.model_folder import load_folder
 from pasa.eval.models.longbench.data import load_items
+from pasa.eval.models.rescue.run import build_prompt
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 8,
@@ -106,6 +111,72 @@ def test_odd_fields(change, tmp_path):
     refused_or_read(model(tmp_path, save(TENSORS), json.dumps(CONFIG | change).encode()))
 
 
+NUMBERS = [
+    *((name, value) for name in ("num_attention_heads", "num_hidden_layers") for value in (True, 10**30)),
+    *(("max_position_embeddings", value) for value in (10**400, "many", -4, True)),
+    *(("partial_rotary_factor", value) for value in (float("inf"), float("nan"), -1, "half")),
+    *(("layer_norm_eps", value) for value in (float("nan"), -1e-5, 10**400, True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NUMBERS, ids=lambda each: str(each)[:25])
+def test_a_wrong_number_is_named(name, value, tmp_path):
+    """Story: infinity and 10^400 were tracebacks, and an epsilon of NaN was believed."""
+    config, tensors = CONFIG | {name: value}, TENSORS
+    if name == "layer_norm_eps":
+        config |= {"model_type": "clip_text_model"}
+        tensors = {key.replace("input_layernorm", "layer_norm1"): x for key, x in TENSORS.items()}
+        assert pasa.predict_overflow(model(tmp_path, save(tensors), json.dumps(config | {name: 1e-5}).encode()))
+    with pytest.raises(ValueError, match=f"its config says {name}=.{{1,60}}, ") as refused:
+        pasa.predict_overflow(model(tmp_path, save(tensors), json.dumps(config).encode()))
+    assert len(str(refused.value).replace(str(tmp_path), "")) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_head_dim": [0, 0]}, "attention_head_dim="),
+        ({"attention_head_dim": -4}, "attention_head_dim=-4"),
+        ({"attention_head_dim": {"a": 4}}, "attention_head_dim="),
+        ({"attention_head_dim": ["x"]}, "attention_head_dim="),
+        ({"attention_head_dim": [2, 2]}, "a list of 3 numbers or more, as block up_blocks.2. needs"),
+        ({"sample_size": 10**400}, "sample_size=1000.*, which is not an integer"),
+        ({"sample_size": -8}, "sample_size=-8"),
+        ({"_class_name": "AutoencoderKL", "sample_size": 8}, "block_out_channels=None"),
+    ],
+    ids=str,
+)
+def test_a_wrong_number_of_a_picture_model_is_named(change, message, tmp_path):
+    """Story: no head was a ZeroDivisionError, and a list that is too short was read from its other end."""
+    place = "up_blocks.2.attentions.0.transformer_blocks.0"
+    tensors = {f"{place}.attn1.{name}.weight": torch.randn(16, 16) for name in ("to_q", "to_k")}
+    tensors |= {f"{place}.norm1.weight": torch.ones(16)}
+    if "_class_name" in change:
+        tensors = {f"mid_block.attentions.0.{name}.weight": torch.randn(16, 16) for name in ("to_q", "to_k")}
+    config = {"_class_name": "UNet2DConditionModel", "attention_head_dim": 2, "sample_size": 8}
+    if "_class_name" not in change:
+        assert pasa.predict_overflow(model(tmp_path, save(tensors), json.dumps(config).encode()))
+    with pytest.raises(ValueError, match=message):
+        pasa.predict_overflow(model(tmp_path, save(tensors), json.dumps(config | change).encode()))
+
+
+def test_heads_that_the_weights_do_not_hold(tmp_path):
+    """Story: 10^7 heads of Qwen3, whose bound needs the gains of one head alone, took minutes and then all memory."""
+    config = CONFIG | {"model_type": "qwen3", "num_attention_heads": 10**7}
+    gains = {f"model.layers.0.self_attn.{name}.weight": torch.ones(8) for name in ("q_norm", "k_norm")}
+    with pytest.raises(ValueError, match=r"q_proj.weight is \(16, 16\), which 10000000 heads of 8 do not fit"):
+        pasa.predict_overflow(model(tmp_path, save(TENSORS | gains), json.dumps(config).encode()))
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "x", "_class_name": "AutoencoderKL"}, {"model_type": ["x"]}], ids=str
+)
+def test_an_architecture_of_two_names(config, tmp_path):
+    """Story: of the names "x" and AutoencoderKL one was checked and the other read; a list was "unhashable"."""
+    with pytest.raises(NotImplementedError, match=r"architecture .{3,5} is not supported"):
+        pasa.predict_overflow(model(tmp_path, save(TENSORS), json.dumps(config).encode()))
+
+
 def refused_or_read(folder):
     """An expected error with words, or a prediction."""
     with contextlib.suppress(*EXPECTED):
@@ -137,6 +208,73 @@ def test_an_index_names_files_of_its_folder(index, tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(EXPECTED, match=r"its index|no weight_map|no object"):
         pasa.predict_overflow(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """Return a folder with a small model that loads, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    letters = {letter: index for index, letter in enumerate(["<unk>", *"abcdefgh"])}
+    words = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="<unk>"))
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=9, max_position_embeddings=32)
+    hf.Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def changed(folder, copy, config=None, **tensors):
+    """Copy a folder with other entries in its configuration, and with other tensors; None drops one."""
+    shutil.copytree(folder, copy)
+    kept = load_file(copy / "model.safetensors") | tensors
+    save_file({name: x for name, x in kept.items() if x is not None}, copy / "model.safetensors", {"format": "pt"})
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (None, "is missing .1 weights in all., and would be random"),
+        (torch.zeros(3, 16), "is of another shape than config.json says"),
+        (torch.full((16, 16), torch.nan), "holds NaN or infinity, which no attention repairs"),
+    ],
+    ids=["missing", "shape", "nan"],
+)
+def test_weights_that_are_not_there_are_never_random(weight, message, qwen2, tmp_path, capfd):
+    """Story: `pasa demo` and `pasa diagnose` gave a verdict on random weights where the folder lacked some."""
+    load_folder(changed(qwen2, tmp_path / "good"))
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"{Q} {message}"):
+        load_folder(changed(qwen2, tmp_path / "bad", **{Q: weight}))
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_hidden_layers": "two"}, {"num_attention_heads": 0}, {"hidden_size": -16}, {"hidden_act": "evil"},
+     {"dtype": "float99"}, {"rope_parameters": {"rope_type": "evil"}}, {"vocab_size": 10**12}],
+    ids=str,
+)  # fmt: skip
+def test_a_configuration_that_a_library_stumbles_over(change, qwen2, tmp_path):
+    """Story: each of them was a traceback of transformers: KeyError, AttributeError, ZeroDivisionError ..."""
+    with pytest.raises(ValueError, match=r"bad' (cannot be read|.* is of another shape)"):
+        load_folder(changed(qwen2, tmp_path / "bad", change))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{}"), ("tokenizer.json", ""), ("tokenizer_config.json", "[]"), ("config.json", "[]"),
+     ("chat_template.jinja", "{{ raise_exception('no') }}"), ("chat_template.jinja", "{% if %}"),
+     ("chat_template.jinja", "{{ ''.__class__.__mro__ }}")],
+)  # fmt: skip
+def test_files_beside_the_weights(name, text, qwen2, tmp_path):
+    """Story: a chat template that refuses a message was a traceback from jinja2."""
+    folder = Path(changed(qwen2, tmp_path / "bad"))
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=r"model '.*bad' cannot be read"):
+        build_prompt(load_folder(str(folder))[1], "abc")
 
 
 class Bomb:

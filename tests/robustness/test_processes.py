@@ -159,7 +159,7 @@ def test_help_and_doctor_need_no_extra(command, tmp_path):
     ("blocked", "command", "extra"),
     [
         ("safetensors", "predict --model FOLDER", "eval"),
-        ("transformers", "demo", "video"),
+        ("transformers", "demo", "eval"),
         ("gguf", "demo", "eval"),
         ("diffusers", "eval video", "video"),
     ],

@@ -62,21 +62,22 @@ class RandomCase:
 
 @dataclass(frozen=True)
 class BiasCase:
-    """N(0, 1) with a constant added to the first 16 channels of Q and K: a bias that both share."""
+    """N(0, 1) with a constant added to the first 16 channels of Q and K: a bias that both share; or of K alone."""
 
     bias: float
     shape: Shape = (1, 2, 1280, 128)
     channels: int = 16
+    keys_only: bool = False
 
     @property
     def name(self) -> str:
-        """Name the case as ``bias(200)``."""
-        return f"bias({self.bias:g})"
+        """Name the case as ``bias(200)``, or ``bias(200) of K``."""
+        return f"bias({self.bias:g})" + " of K" * self.keys_only
 
     def tensors(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw (q, k, v) in FP16; V has no bias."""
         q, k, v = draw(seed, self.name, self.shape)
-        q[..., : self.channels] += self.bias
+        q[..., : self.channels] += 0 if self.keys_only else self.bias
         k[..., : self.channels] += self.bias
         return q.half(), k.half(), v.half()
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pasa.eval.accuracy.rmse import cases, report
+from pasa.eval.accuracy.rmse import cases, devices, report
 from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA, Case, Shape
 from pasa.eval.accuracy.rmse.measure import Job, Record, compare, golden_by_head, measure, quotient
 from pasa.eval.kit import output
@@ -216,5 +216,7 @@ EXPERIMENT = Experiment(
         Experiment("resonance", run_resonance, report.rmse, "RMSE under resonance"),
         Experiment("large-bias", run_large_bias, report.large_bias, "Q and K share a large bias"),
         Experiment("sides", run_sides, report.sides, "Which side to shift"),
+        devices.BACKENDS,
+        devices.LAYERS,
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pasa.eval.kit.device import origin
 from pasa.eval.kit.tables import Table, percent
+from pasa.eval.models.diagnose.peaks import advice
 from pasa.ops.numerics.formats import FP16_MAX
 
 Record = dict[str, Any]
@@ -109,7 +110,8 @@ def verdict(result: Record) -> str:
             sentences.append(text.format(f"{broken['module']} (call {broken['call']} of its model)"))
         elif name == "fp16":
             sentences.append("With scores stored in FP16 all modules stay finite.")
-    return " ".join(sentences)
+    sentences.append(advice(result["runs"]["own"].get("beyond_fp16")))
+    return " ".join(filter(None, sentences))
 
 
 def how_measured(result: Record) -> list[str]:
@@ -120,7 +122,7 @@ def how_measured(result: Record) -> list[str]:
         "The largest score is taken over all pairs that a mask leaves, of all calls, in a run with PASA that does not "
         "overflow. The first module to break has finite inputs and an output that is not.",
         f"Other numbers are of the call with the largest score, from at most {settings['rows']} queries and "
-        f"{settings['batch']} batch entries against all keys, hidden by a mask or not. They can miss the largest pair.",
+        f"{settings['batch']} batch entries against all keys, masked out or not. They can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
         cost(result),
     ]

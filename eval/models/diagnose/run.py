@@ -13,6 +13,7 @@ from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import stages
 from pasa.eval.models.diagnose import report, subjects
+from pasa.eval.models.diagnose.peaks import beyond_fp16, module_peaks
 from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.video.run import EMULATED, EMULATION
@@ -55,7 +56,9 @@ def look(model: str, progress: output.Report = output.silent, **options: Any) ->
     say("loading the model")
     subject = subjects.load(model, **options)
     say("its own attention")
-    runs = {"own": _watched(subject)}
+    with module_peaks(models_of(subject.model)) as peaks:
+        runs = {"own": _watched(subject)}
+    runs["own"]["beyond_fp16"] = beyond_fp16(peaks)
     say("PASA, recorded")
     with probe(subject.model) as findings:
         runs["pasa"] = _watched(subject)

@@ -20,8 +20,10 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.diagnose import subjects
+from pasa.eval.models.diagnose.peaks import advice, beyond_fp16, module_peaks
 from pasa.eval.models.diagnose.probe import attention_calls
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
+from pasa.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
 from pasa.prediction import Prediction, predict_overflow
 from pasa.prediction.table import MEANINGS, VERDICTS
@@ -60,7 +62,11 @@ def run_predict(
         raise ValueError(f"--offset is for the built-in models, and {model!r} is a folder")
     target = Path(model) if subject is None else subject.model
     prediction = predict_overflow(target, delta=delta, seq_len=seq_len, progress=progress)
-    observed = observe(subject.model, subject.run) if calibrate and subject is not None else {}
+    observed: Observed = {}
+    peaks: dict[str, float] = {}
+    if calibrate and subject is not None:
+        with module_peaks(models_of(subject.model)) as peaks:
+            observed = observe(subject.model, subject.run)
     compared = calibration(prediction, observed) if observed else None
     return {
         "gate": {"passed": compared is None or not compared["beyond_proven"]},
@@ -69,6 +75,7 @@ def run_predict(
         "settings": prediction.settings,
         "summary": {"modules": summarise(prediction)},
         "calibration": compared,
+        "beyond_fp16": beyond_fp16(peaks),
         "skipped": [list(pair) for pair in prediction.skipped],
         "records": [asdict(row) | {"observed": observed.get((row.module, row.head))} for row in prediction.rows],
     }
@@ -154,7 +161,8 @@ def verdict(result: dict[str, Any]) -> str:
             f"{compared['largest_of_proven']:.3g}, median {compared['median_of_proven']:.3g}; auto-alpha "
             f"{compared['auto_alpha']:.3g} (kappa {compared['kappa']:g})."
         )
-    return " ".join([*lines, *(f"Not predicted: {name}: {reason}." for name, reason in result["skipped"])])
+    lines += [f"Not predicted: {name}: {reason}." for name, reason in result["skipped"]]
+    return " ".join(filter(None, [*lines, advice(result.get("beyond_fp16"))]))
 
 
 def run_paper_tables(progress: output.Report = output.silent) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.model_folder import load_folder
+from pasa.eval.kit.model_folder import load_folder, readable
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
@@ -49,6 +49,7 @@ def run_rescue(
     """Rescue a language model that FP16 attention cannot run; exit 1 if PASA does not reproduce FP32."""
     at_least(1, new_tokens=new_tokens)
     check_offset(offset)
+    check_text(prompt or "")
     require_built_in(model=model is None, text=prompt is None)
     say, device = stages(progress, 5), pick_device()
     say("loading the model")
@@ -69,7 +70,8 @@ def run_rescue(
     say("FP16, the model's own attention")
     runs["fp16"] = generate(subject, tokenizer, ids, new_tokens)
     say("FP16, patched")
-    with pasa.patch_pipeline(subject):
+    # On a CPU another backend would serve, which does not emulate an NPU.
+    with pasa.patch_pipeline(subject, backend="reference" if device.type == "cpu" else None):
         runs["fp16_pasa"] = generate(subject, tokenizer, ids, new_tokens)
     return {
         **collect(runs),
@@ -83,7 +85,6 @@ def run_rescue(
 def build_prompt(tokenizer: Any, prompt: str | None = None, most: int | None = None) -> torch.Tensor:
     """Return the ids (1, n) of a chat with one message: `prompt`, or `most` tokens of essay and a question about it."""
     if prompt is not None:
-        check_text(prompt)
         ids = _chat_ids(tokenizer, prompt)
         if not ids.shape[1]:
             raise ValueError(f"prompt={prompt!r} has no tokens")
@@ -108,7 +109,8 @@ def check_text(prompt: str) -> None:
 def _chat_ids(tokenizer: Any, message: str) -> torch.Tensor:
     if getattr(tokenizer, "chat_template", None):
         chat = [{"role": "user", "content": message}]
-        message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        with readable(tokenizer.name_or_path):  # the template comes with the model
+            message = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids: torch.Tensor = tokenizer(message, add_special_tokens=False, return_tensors="pt").input_ids
     return ids
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pasa.eval.kit.device import pick_device
-from pasa.eval.kit.model_folder import check_folder, whole_weights
+from pasa.eval.kit.model_folder import check_folder, readable
 from pasa.eval.kit.options import at_least
 from pasa.eval.models.video.tiny import sample_image
 from pasa.first_nonfinite import models_of
@@ -70,7 +70,7 @@ def load_pipeline(path: str) -> Any:
     check_pipeline(Path(path))  # before diffusers is imported, which prints warnings
     from diffusers import StableVideoDiffusionPipeline
 
-    with whole_weights(path):
+    with readable(path):
         pipeline = StableVideoDiffusionPipeline.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, use_safetensors=True
         )
@@ -83,7 +83,7 @@ def check_pipeline(path: Path) -> None:
     index = check_folder(path, "model_index.json") / "model_index.json"
     try:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(index)!r} cannot be read: {error!r}") from error
     if name != SUPPORTED:
         raise ValueError(f"{str(path)!r} holds a {name}; of pipelines, only {SUPPORTED} is supported")

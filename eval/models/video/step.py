@@ -179,7 +179,7 @@ def _try(call: Call, golden: Tensor, clock: Clock) -> Record:
     except Exception as error:
         if clock.device.type == "cuda":
             torch.cuda.empty_cache()
-        return {"status": "not run", "why": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        return {"status": "not run", "why": output.error_line(error)}
 
 
 def _attention(model: Any, way: str) -> AbstractContextManager[Any]:

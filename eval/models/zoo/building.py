@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pasa.eval.models.zoo.judging import error_line
+from pasa.eval.kit.output import error_line
 
 MOST_PARAMETERS = 60_000_000
 REPAIRS = 8  # of one candidate for the inputs

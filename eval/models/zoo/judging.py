@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval.kit.output import error_line
 
 PLUMBING, ROUNDING, AMPLIFIED, SEEN = 1e-4, 1e-2, 8.0, 10.0
 # FP32 rounds 2^-13 as coarsely as FP16. It rounds all of a model, not only q, k and v, so 32 times as much is allowed.
@@ -226,8 +227,3 @@ def _verdict(errors: dict[str, Record], relaxed: float) -> tuple[str, str]:
     if max(each.get("planted", 0.0) for each in errors.values()) <= SEEN * PLUMBING:
         return "not judged", "a planted fault does not show: attention hardly reaches the outputs"
     return "right", ""
-
-
-def error_line(error: BaseException) -> str:
-    """Return an error's class and message on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

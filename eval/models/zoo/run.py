@@ -169,7 +169,7 @@ def judge_one(item: Item) -> Record:
     except KeyboardInterrupt:
         built = f"not done after {BUILD_SECONDS} s"
     except Exception as error:
-        built = judging.error_line(error)
+        built = output.error_line(error)
     finally:
         signal.alarm(0)
     if isinstance(built, str):
@@ -177,7 +177,7 @@ def judge_one(item: Item) -> Record:
     try:
         return judging.judge(built[0], cases(*built))
     except Exception as error:
-        return {"verdict": "crashed", "why": judging.error_line(error)}
+        return {"verdict": "crashed", "why": output.error_line(error)}
 
 
 def count_table(result: Record) -> Table:
@@ -204,7 +204,7 @@ def case_table(result: Record) -> Table:
     note = (
         "Largest difference from the unpatched model, relative to the RMS of its output. With FP64 attention in the "
         f"place of PASA: at most {bounds['PLUMBING']:g} ({', '.join(AMPLIFIES)}: 2^{math.log2(RELAXED):.0f} of what "
-        f"FP16's roundings do to it). With PASA, whose reference rounds q, k and v to FP16: at most "
+        f"FP16's roundings do to it). With PASA, which rounds q, k and v to FP16: at most "
         f"{bounds['ROUNDING']:g}, or, where a model amplifies roundings, {bounds['AMPLIFIED']:g} times what rounding "
         f"q, k and v alone does to it (amplified: {', '.join(sorted(amplified))}). Planted: with a wrong mask."
     )

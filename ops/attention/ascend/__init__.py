@@ -1,1 +1,1 @@
-"""The backend `npu`: Ascend C kernels where the library is built, Triton or the vendor's attention where it is not."""
+"""The backend `npu`: Ascend C kernels, where their library is built."""

@@ -55,8 +55,9 @@ def _attend_dense(call: Call) -> Results:
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]
-        out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).half()
-        lse = torch.logaddexp(lse, sinks)
+        joined = torch.logaddexp(lse, sinks)
+        share = torch.sigmoid(lse - sinks).masked_fill(joined == -torch.inf, 0.0)  # -inf less -inf is NaN
+        out, lse = (out * share.unsqueeze(-1)).half(), joined
     return Results(out.to(dtype), lse, max_logits)
 
 

@@ -42,7 +42,7 @@ UNKNOWN = ScoreFormat("c", "not known; q, k and v are handed over in FP32")
 FORMATS: dict[str, ScoreFormat] = {
     "cpu": ScoreFormat("a", "torch's flash attention for CPUs keeps scores in FP32 (run here)"),
     "cuda": ScoreFormat("a", "cuDNN and memory-efficient attention keep scores in FP32 (run on an H200)"),
-    "npu": ScoreFormat("b", "torch_npu's fused attention may keep q.k in FP16 (from its documentation; not run)"),
+    "npu": ScoreFormat("b", "torch_npu's attention may keep q.k in FP16 (its documentation does not say; not run)"),
 }
 """Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
 
@@ -66,7 +66,9 @@ def fused_attention(
     if kind == "a" and device == "cuda":
         return _cuda(q, k, v, bias, causal, scale)
     if kind == "b" and npu.serves(q, bias) and not capturing(q):
-        return npu.npu_attention(q, k, v, bias, causal, scale)
+        out, lse = npu.npu_attention(q, k, v, bias, causal, scale)
+        if bool(out.isfinite().all()):  # no documentation says that scaled scores are FP32; infinite ones leave NaN
+            return out, lse
     return _in_fp32(q, k, v, bias, causal, scale)
 
 

@@ -113,7 +113,7 @@ def beside_sink(lse, sink):
 
     Either may be -inf. NaN in the log-sum-exp or the sink gives NaN.
     """
-    lead = tl.where((lse == -INF) & (sink == -INF), 0.0, lse - sink)
+    lead = tl.where(lse == sink, 0.0, lse - sink)  # Triton's interpreter has no & of scalars
     power = tl.exp2(tl.abs(lead) * -LOG2_E)
     share = tl.where(lead < 0.0, power, 1.0) / (1.0 + power)
     alone = tl.where(lead < 0.0, sink, lse)

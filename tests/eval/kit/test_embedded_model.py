@@ -102,4 +102,4 @@ def test_an_interrupted_conversion_leaves_no_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("manifest", ["", "{}", "[]", '{"files": {}}'])
 def test_an_unreadable_manifest_is_not_trusted(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
-    assert not embedded_model._is_valid(tmp_path)
+    assert not embedded_model._is_valid(tmp_path, {"layout": 1})

@@ -53,3 +53,9 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_made(tmp_path, m
         with pytest.raises(PermissionError, match=f"cannot write .*{place}': no permission to write '{tmp_path}"):
             output.check_target(tmp_path / place, folder=folder)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_is_one_line_of_class_and_message():
+    assert output.error_line(ValueError("a\n  b")) == "ValueError: a b"
+    assert output.error_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(output.error_line(ValueError("x" * 1000))) == len("ValueError: ") + output.MESSAGE_LETTERS

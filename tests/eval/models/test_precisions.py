@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as hf
 
+import pasa
 from pasa.eval.kit import random_model
 from pasa.eval.models import precisions
 from pasa.eval.models.precisions import MIB, Subject, fingerprint, parse_precisions
@@ -42,6 +43,15 @@ def test_fp16_scores_overflow_and_pasa_does_not(subject):
         assert dtype == torch.float32, "emulated: FP16 attention in an FP32 model"
         assert (values - reference).abs().max() < 0.02 * reference.abs().max()
     assert logits(subject, "fp32")[2] == "sdpa", "a model is unpatched behind the context"
+
+
+def test_what_is_called_emulated_is_the_reference(folder, subject, monkeypatch):
+    """Story: since a backend of the CPU serves, the row "PASA (emulated)" was torch's attention with FP32 scores."""
+    backends, patch = [], pasa.patch_pipeline
+    monkeypatch.setattr(pasa, "patch_pipeline", lambda *a, **b: backends.append(b["backend"]) or patch(*a, **b))
+    for each in (subject, Subject(folder, 131072, CPU, half=True)):
+        logits(each, "pasa")
+    assert backends == ["reference", None]
 
 
 def test_bf16_loses_accuracy_where_scores_are_stored(subject):

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,12 +48,13 @@ def test_short_runs_hold_all_bounds(fuzzed, soaked, tmp_path):
 
 
 def test_the_stored_runs_are_long_and_hold_all_bounds():
-    for name, cases in (("fuzz", 12_000), ("soak", 3000)):
+    for name, cases in (("fuzz", 20_000), ("soak", 3000)):
         assert stored(name)["cases"] >= cases
         assert stored(name)["gate"]["passed"]
     fuzz = stored("fuzz")
     assert set(fuzz["verdicts"]) == set(API)
-    assert all(fuzz["backends"][backend]["correct"] >= 30 for backend in ("reference", "triton", "npu"))
+    assert fuzz["seeds"] >= 12
+    assert all(fuzz["backends"][backend]["correct"] >= 30 for backend in ("reference", "sdpa", "triton", "npu"))
 
 
 def test_one_case_gives_the_numbers_that_it_gave_among_others(fuzzed, soaked):
@@ -62,6 +65,22 @@ def test_one_case_gives_the_numbers_that_it_gave_among_others(fuzzed, soaked):
         assert alone["cases"] == 1
         assert alone["worst"]["error"]["value"] == worst["value"]
         assert json.dumps(alone["case"]["params"]) in experiment.markdown(alone)
+
+
+def test_seeds_share_the_cases_and_each_case_keeps_its_name():
+    drawn = run.draw_cases(API, 8, 3, None, seeds=3)
+    assert [case.name for case in drawn] == ["3:0", "4:0", "5:0", "3:1", "4:1", "5:1", "3:2", "4:2"]
+    assert drawn[4] == run.draw_cases(API, 1, 4, 1)[0]
+    failed = {"experiment": "fuzz", "seed": 3, "seeds": 3, "cases": 8, "duration_s": 1.0}
+    gate = {"passed": False, "failed": 1, "run": 8, "stopped": False, "absent": 0}
+    assert run.verdict(failed | {"gate": gate}).endswith("repeat one: pasa eval fuzz --seed SEED --only INDEX")
+    assert "--cases 8 --seed 3 --seeds 3" in run.verdict(failed | {"gate": gate | {"passed": True}})
+
+
+def test_a_sink_of_a_packed_call_runs_in_triton_s_own_interpreter():
+    """Story: Triton's interpreter cannot combine scalar conditions by &, and that of these tests, made faster, can."""
+    command = [sys.executable, "-m", "pasa.eval.cli", "eval", "fuzz", "--seed", "7", "--only", "409"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
 def test_the_note_names_what_ran_and_how_to_get_what_did_not(fuzzed, monkeypatch):

@@ -66,6 +66,7 @@ CONFIGS = {
         SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * MIXED["layer_types"]}
     ),
     "gemma2": lambda: hf.Gemma2Config(**SIZES),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "gpt_oss": lambda: hf.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1),
     "falcon": lambda: hf.FalconConfig(**PLAIN),
     "deepseek_v3": lambda: hf.DeepseekV3Config(

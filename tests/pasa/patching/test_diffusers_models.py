@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import diffusers
@@ -10,6 +11,7 @@ import torch
 import transformers as hf
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0, SanaMultiscaleAttnProcessor2_0
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
 from torch.nn.attention.flex_attention import create_block_mask
 
 import pasa
@@ -192,14 +194,53 @@ def test_adapters_and_attention_without_processor_are_skipped_with_the_reason(pi
     class Adapter(torch.nn.Module):
         pass
 
+    class OwnAttention(torch.nn.Module):
+        pass
+
     adapted = pipeline.unet.mid_block.attentions[0].transformer_blocks[0].attn2
     adapted.set_processor(Adapter())
-    pipeline.vae = diffusers.AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    pipeline.vae.own = OwnAttention()
     with pasa.patch_pipeline(pipeline) as handle:
         skipped = dict(handle.report().skipped)
-        assert len(handle.report().patched) == 17
+        assert len(handle.report().patched) == 19
     assert skipped["unet.mid_block.attentions.0.transformer_blocks.0.attn2"] == "PASA cannot take the place of Adapter"
-    assert skipped["vae.encoder.mid_block.attentions.0"].startswith("WanAttentionBlock computes its attention itself")
+    assert skipped["vae.own"] == "OwnAttention computes its attention itself, without a processor"
+
+
+def wan_vae():
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKLWan(base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1).eval()
+
+
+@torch.no_grad()
+def test_blocks_of_autoencoders_without_a_processor():
+    """Blocks that call SDPA in their forward run PASA while patched; their copies and the restored blocks do not."""
+    model, clip = wan_vae(), torch.randn(1, 3, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    blocks = [model.encoder.mid_block.attentions[0], model.decoder.mid_block.attentions[0]]
+    for block in blocks:
+        torch.nn.init.normal_(block.proj.weight)  # it is zero at first
+    kind = type(blocks[0])
+    expected = model(clip).sample
+    with pasa.patch_pipeline(model, config=pasa.PasaConfig(precision="fp32")) as handle:
+        assert handle.report().patched == ("encoder.mid_block.attentions.0", "decoder.mid_block.attentions.0")
+        assert pasa.patch_pipeline(model, config=pasa.PasaConfig(precision="fp32")) is handle
+        with pytest.raises(ValueError, match="already patched"):
+            pasa.patch_pipeline(model)
+        with pasa.watch(model) as watched:
+            assert 0 < (model(clip).sample - expected).abs().max() < 1e-3 * expected.abs().max()
+        assert watched.report().passed == 2 * 16
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(clip).sample, expected)
+        assert type(copied.encoder.mid_block.attentions[0]) is kind
+    assert torch.equal(model(clip).sample, expected)
+    assert type(blocks[0]) is type(blocks[1]) is kind
+    with pasa.patch_pipeline(copied):
+        assert not torch.equal(copied(clip).sample, expected)
+
+
+def test_blocks_of_autoencoders_that_are_too_wide_are_skipped_with_the_reason():
+    with pytest.raises(NotImplementedError, match=r"head dim 544 is more than 512, the most of any backend"):
+        pasa.patch_pipeline(torch.nn.ModuleDict({"attn": WanAttentionBlock(544)}))
 
 
 def test_an_encoder_out_of_reach_is_skipped_with_the_reason(pipeline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import importlib.util
 import pickle
 
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 import pasa
-from pasa.patching import registration
+from pasa.patching import registration, transformers_registered
 from pasa.patching.transformers_registered import reach_of_models
 from tests.pasa.patching import test_transformers_explicit_masks as explicit
 from tests.versions import INSTALLED, since
@@ -225,6 +226,18 @@ def test_keywords_that_change_the_result_are_refused(keyword, value):
         AttentionInterface()["pasa"](torch.nn.Module(), x, x, x, None, **{keyword: value})
 
 
+def test_attention_weights_are_left_out_as_with_sdpa(tiny, batch, monkeypatch):
+    logged = []
+    monkeypatch.setattr(transformers_registered._LOGGER, "warning_once", logged.append)
+    model = tiny("qwen2", "pasa")
+    with torch.no_grad():
+        found = model(batch[0], output_attentions=True)
+        assert torch.equal(found.logits, model(batch[0]).logits)
+        model.set_attn_implementation("sdpa")
+        assert found.attentions == model(batch[0], output_attentions=True).attentions
+    assert all('set_attn_implementation("eager")' in each for each in logged)
+
+
 # ---- beside a patch
 
 
@@ -266,6 +279,8 @@ def test_a_patch_of_a_model_that_has_the_name(tiny, batch):
 
 
 def test_undoing_a_patch_keeps_the_name(tiny):
+    gc.collect()  # patches that other tests left
+    pasa.patch_pipeline(tiny("qwen2", "sdpa")).unpatch()  # removes their names
     with pasa.patch_pipeline(tiny("qwen2", "sdpa")):
         assert len([name for name in AttentionInterface._global_mapping if name.startswith("pasa")]) == 2
     assert [name for name in AttentionInterface._global_mapping if name.startswith("pasa")] == ["pasa"]

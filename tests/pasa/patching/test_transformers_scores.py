@@ -208,14 +208,14 @@ def test_a_window_without_a_mask(window, queries, keys, causal):
     torch.testing.assert_close(run(q, k, v, module=module, sliding_window=window), expected, rtol=0, atol=2e-3)
 
 
-def test_a_watch_sees_the_window():
-    """A callback gets the window as a mask, because it takes no window."""
+def test_callbacks_get_window_and_soft_cap():
+    """Callbacks get both, so that `pasa.watch` counts the scores that attention has."""
     q, k, v = tensors()
     calls = []
     binding = patched_attention.Binding(None, None, None)
     binding.callbacks.functions = (lambda *arguments: calls.append(arguments),)
-    patched_attention.run_pasa(binding, Causal(), q, k, v, None, sliding_window=2)
-    assert torch.equal(calls[0][2], implied_mask(6, 6, 2, True, q.device))
+    patched_attention.run_pasa(binding, Causal(), q, k, v, None, sliding_window=2, softcap=30.0)
+    assert calls[0][2:] == (None, True, 0.25, (1, -1), 30.0)
 
 
 def test_chosen_keys_are_the_only_ones_seen():

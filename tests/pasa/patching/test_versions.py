@@ -35,4 +35,6 @@ def test_setup_asks_for_the_oldest_version_that_is_served():
 
 
 def test_the_versions_are_tested_by_the_long_suite():
-    assert "test_transformers.sh" in (ROOT / "scripts" / "test.sh").read_text("utf-8")
+    script = (ROOT / "scripts" / "test.sh").read_text("utf-8")
+    assert "test_transformers.sh" in script
+    assert "test_transformers_suite.sh" in script

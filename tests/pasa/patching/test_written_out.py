@@ -197,6 +197,7 @@ def test_forms_of_attention(monkeypatch, name):
         (lambda q, k, v: (q @ k.mT).sigmoid() @ v, "Host: no attention was recognised"),
         (lambda q, k, v: (q @ k.mT).softmax(-1).cumsum(-1) @ v, "weights are used in a way"),
         (lambda q, k, v: shifted(q @ k.mT).softmax(-1) @ v, "scores are used in a way"),
+        (lambda q, k, v: lowered(q @ k.mT).softmax(-1) @ v, "scores are used in a way"),
         (lambda q, k, v: torch.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v, r"dropout=0\.5.*model\.eval"),
     ],
 )
@@ -210,6 +211,11 @@ def test_what_cannot_be_followed_is_refused(function, reason):
 def shifted(scores):
     """Subtract the maximum, which the host computes from scores of its own, and which may have overflowed."""
     return scores - scores.amax(-1, keepdim=True)
+
+
+def lowered(scores):
+    """Do the same by `max`. Story: its keywords were taken for a second tensor, so the host got a TypeError."""
+    return scores - scores.max(dim=-1, keepdim=True).values
 
 
 def test_weights_are_not_returned():

@@ -83,6 +83,7 @@ def test_one_head_beyond_its_proven_bound_fails_a_calibration(share, passed, fol
     subject = SimpleNamespace(model=folder, run=None, name="small", fixture=None)
     monkeypatch.setattr(run.subjects, "load", lambda *_, **options: subject)
     monkeypatch.setattr(run, "observe", lambda *_: observed)
+    monkeypatch.setattr(run, "models_of", lambda model: {})
     result = run.run_predict("small", calibrate=True)
     assert result["gate"] == {"passed": passed}
     assert result["calibration"]["beyond_proven"] == (not passed)

@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from rich.console import Console
 
+import pasa
 from pasa.eval.kit.stored import stored
 from pasa.eval.models.rescue import run
 
@@ -26,9 +27,12 @@ def test_the_rescue(monkeypatch, base, tokenizer):
     """The built-in model on a tenth of its prompt."""
     monkeypatch.setattr(run, "load_model", lambda: (base, tokenizer))
     monkeypatch.setattr(run, "PROMPT_TOKENS", 110)
+    backends, patch = [], pasa.patch_pipeline
+    monkeypatch.setattr(pasa, "patch_pipeline", lambda *a, **b: backends.append(b["backend"]) or patch(*a, **b))
     lines = []
     result = run.run_rescue(new_tokens=4, progress=lambda *each: lines.append(each))
     json.dumps(result, allow_nan=False)
+    assert backends == ["reference"], "every step is emulated, not the prompt alone"
     proof = result["proof"]
     assert proof["layers_that_overflow"] == proof["layers"] == 30
     assert proof["max_score_before"] > 131072 > proof["fp16_max"] > 10 * proof["max_score_after"]

@@ -140,6 +140,32 @@ def test_nan_and_infinity_reach_the_rows_that_see_them(kind, bad, limits):
         assert torch.equal(lse.isnan(), expected_lse.isnan())
 
 
+def test_a_row_without_keys_whose_sink_is_minus_infinity_is_0(kind):
+    """Story: a sink of -inf is no sink. The share of the keys in such a row was exp(-inf + inf), so the row was NaN."""
+    q, k, v = normal_qkv((2, 2), (6, 9), 16)
+    keep = torch.ones(6, 9, dtype=torch.bool)
+    keep[1] = False
+    limits = {"attn_mask": keep, "sinks": torch.tensor([-torch.inf, 0.0])}
+    out, lse = attend(q, k, v, **limits)
+    golden, golden_lse = pasa.golden_attention(q, k, v, **limits)
+    assert max_error(out, golden) <= 4 * HALF_ULP
+    torch.testing.assert_close(lse, golden_lse.float(), atol=1e-4, rtol=1e-6)
+
+
+def test_weights_below_fp16_make_the_output_smaller_within_the_bound(kind):
+    """65,535 keys are 17.5 nats below the first. FP16 has no such weights, but the sum that divides counts them.
+
+    Values are 1, so every output should be 1. It may be smaller by 2^-11 + keys 2^-25, and in FP32 by nothing.
+    """
+    keys = 2**16
+    q, k = torch.zeros(1, 1, 20, 16).half(), torch.zeros(1, 1, keys, 16).half()
+    q[..., 0], k[:, :, 0, 0] = 1.0, 17.5
+    out, _ = attend(q, k, torch.ones_like(k), scale=1.0)
+    leak = (1 - out.double()).max()
+    assert leak <= (2.0**-11 + keys * 2.0**-25 if kind == "device" else 0.0)
+    assert (out <= 1).all()
+
+
 def test_values_at_the_end_of_fp16_stay_finite(kind):
     """A kernel divides a sum over rounded weights by one over unrounded ones, which can pass 65504 by 2^-11."""
     q, k, v = normal_qkv((2, 2), (100, 1000), 64)

@@ -19,7 +19,7 @@ class FusedAttention:
     """`npu_fused_infer_attention_score` as documented, with q.k stored in FP16 before it is scaled in FP32."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.stored = [], torch.float32  # in which format scaled scores are stored
 
     def __call__(self, q, k, v, *, num_heads, num_key_value_heads, input_layout, scale, **how):
         self.calls.append(how | {"scale": scale})
@@ -30,7 +30,7 @@ class FusedAttention:
         assert how["softmax_lse_flag"] is True
         group, rows, keys = num_heads // num_key_value_heads, q.shape[2], k.shape[2]
         k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-        scores = (q.float() @ k.mT).half().float() * scale
+        scores = ((q.float() @ k.mT).half().float() * scale).to(self.stored).float()
         hidden = how["atten_mask"]
         if how["sparse_mode"] == 2:
             assert torch.equal(hidden, torch.ones(2048, 2048).triu(1).bool())
@@ -82,6 +82,18 @@ def test_scores_beyond_fp16_are_scaled_down(torch_npu):
     scale = torch_npu.npu_fused_infer_attention_score.calls[0]["scale"]
     assert scale >= 2.0**-10 * 16
     assert max_error(out, golden) <= 0.1  # FP16 holds scores of 16000 with 8: 1/4 nat after the scale
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_npu_whose_scaled_scores_are_infinite_is_served_in_fp32(torch_npu, is_causal):
+    """Scores reach 80,000 nats. No power of two helps where scaled scores are FP16, so the row would be NaN."""
+    torch_npu.npu_fused_infer_attention_score.stored = torch.float16
+    q, k, v = normal_qkv((2, 2), (30, 30), 64)
+    q, k = 8 * q + 100, 8 * k + 100
+    out, _, *_ = backend.attend(Call(q, k, v, 0.125, is_causal=is_causal))
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.125)
+    assert max_error(out, golden) <= 0.05  # FP32 holds scores of 80,000 with 2^-8
+    assert torch_npu.npu_fused_infer_attention_score.calls
 
 
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 300.0, 65504.0])

@@ -1,0 +1,42 @@
+"""Read and change the tensors in what a model takes and returns: nested lists, tuples and dicts.
+
+The outputs of transformers and diffusers are dicts. torch's own functions give no paths for those of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Return all floating-point tensors in nested lists, tuples and dicts, each with its path."""
+    if isinstance(value, Tensor):
+        return [(path, value)] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in float_leaves(item, f"{path}[{key!r}]")]
+    if isinstance(value, (list, tuple)):
+        return [leaf for index, item in enumerate(value) for leaf in float_leaves(item, f"{path}[{index}]")]
+    return []
+
+
+def replaced(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """Return nested lists, tuples and dicts with their floating-point tensors changed by a function of path and tensor.
+
+    Containers without a changed tensor are the same objects.
+    """
+    if isinstance(value, Tensor):
+        return change(path, value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        items = {key: replaced(item, change, f"{path}[{key!r}]") for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        return items if type(value) is dict else type(value)(**items)
+    if isinstance(value, (list, tuple)):
+        parts = [replaced(item, change, f"{path}[{index}]") for index, item in enumerate(value)]
+        if all(part is item for part, item in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

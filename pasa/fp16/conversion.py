@@ -1,0 +1,319 @@
+"""The steps of a conversion to FP16, and the way back from each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.first_nonfinite import NonFiniteWatch
+from pasa.fp16 import counting, editing, guards, running
+from pasa.fp16.exponents import add
+from pasa.fp16.handle import Fp16Report, ScaledModule
+from pasa.fp16.logits import widen_logits
+from pasa.fp16.planning import LARGEST, Peak, Plan, inside, modules_with_constants, peaks_of, plan_for
+from pasa.fp16.tracing import TRACED, Tracer
+from pasa.fp16.tracks import Cut
+from pasa.patching import PatchHandle
+
+MARK = "scaled_by_pasa_to_fp16"
+"""Attribute of each module of a converted model.
+
+The model itself holds it as a buffer, so that its state dict cannot be mixed up with one of the original.
+"""
+OFFSET_TOLERANCE = 0.05
+"""Relative difference of peaks, in BF16, where a parameter with an offset is rounded to FP32; elsewhere it is 0."""
+WATCHED = 64
+"""Modules are watched whose results come within this factor of the planned limit on the sample."""
+MOST_WATCHED = 32
+"""Modules that are watched at most: the hook of each costs 2 us per forward pass, and 20 us in one of 16."""
+SMALLEST = 2.0**-14
+"""Smallest normal number of FP16."""
+
+
+class Conversion:
+    """A model or pipeline on its way to FP16.
+
+    Parameters
+    ----------
+    models : mapping of str to torch.nn.Module
+    run : callable
+        Runs the model once on the sample.
+    margin : float
+    """
+
+    def __init__(self, models: Mapping[str, torch.nn.Module], run: Callable[[], object], margin: float) -> None:
+        self.models, self.run, self.margin = models, run, margin
+        self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
+        self.plan = Plan()
+        self._fixed = self._kept_buffers()
+        self._upcasts = [
+            model for model in models.values() if getattr(getattr(model, "config", None), "force_upcast", False)
+        ]
+        self.patch: PatchHandle | None = None
+        self.underflow = 0.0
+        self._unreached: list[str] = []
+        self._tracer = Tracer(models, {})
+        self._scaled_constants = False
+        self._hooks: list[Any] = []
+        self._widened: list[tuple[str, Callable[[], None]]] = []
+        self._entered = guards.Entered()
+        self._counters: counting.Counters | None = None
+        self._name, self._undone = "", False
+
+    def plan_and_convert(self) -> None:
+        """Trace the model in BF16, choose the powers of two, check there that all results follow them, and round.
+
+        Raises
+        ------
+        RuntimeError
+            A result did not follow the powers of two; the message names the module.
+        """
+        self._set_upcasts(False)
+        self._set({name: data if name in self._fixed else data.to(TRACED) for name, data in self.originals.items()})
+        tracer = self._trace({})
+        if not tracer.inputs:
+            raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
+        cuts = self._partitions(tracer)
+        if cuts:
+            tracer = self._trace(cuts)
+        epilogues = {name: running.Epilogue() for name in sorted(modules_with_constants(tracer, self.margin))}
+        for name, epilogue in epilogues.items():
+            self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogue))
+        if epilogues:
+            tracer = self._trace(cuts, epilogues=epilogues.keys())
+        peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
+        self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
+        shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
+        self._unreached = guards.scale_unreached(tracer, self.plan, shapes)
+        self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
+        editing.scale_constants(self.models, self.plan)
+        self._scaled_constants = True
+        for name, power in self.plan.epilogues.items():
+            epilogues[name].factor = 2.0**-power
+        _confirm(self.plan, self._trace(cuts, self.plan))
+        self._set(dict(self._in_fp16()))
+
+    def run_in_fp16(self) -> None:
+        """Run the sample in FP16.
+
+        Raises
+        ------
+        RuntimeError
+            A module returns infinity or NaN.
+        """
+        entered = self._entered
+        self._hooks += running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
+        self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
+        self._hooks += running.hook_islands(self.models, self.plan)
+        self._widened = widen_logits(self.models)
+        with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
+            self.run()
+        if watch.first is not None and watch.first["origin"]:
+            raise RuntimeError(
+                f"to_fp16: {watch.first['module']} is infinite or NaN in FP16 on the sample, although its peaks are in "
+                "range: please report this model"
+            )
+
+    def stores_scores(self) -> str | None:
+        """Return a module that computes attention scores by itself, or None; fused attention keeps them in FP32."""
+        stored = (operation.module or "the model" for operation in self._tracer.operations if operation.scores)
+        return next(stored, None)
+
+    def start(self, name: str, *, keep: bool) -> None:
+        """Begin to count values beyond the margin, and forget the original unless it is kept."""
+        self._name = name
+        entries = list(self.plan.inputs)
+        self._counters = counting.Counters(self.models, self._watched(), entries, self.margin, self._entered)
+        self._hooks += self._counters.handles
+        self.originals = {name: data.cpu() for name, data in self.originals.items()} if keep else {}
+        for model in self.models.values():
+            device = next((parameter.device for parameter in model.parameters()), None)
+            model.register_buffer(MARK, torch.ones((), dtype=torch.int64, device=device))
+            for module in list(model.modules())[1:]:
+                setattr(module, MARK, True)
+
+    def undo(self) -> None:
+        """Restore parameters, epsilons and attention."""
+        if not self.originals:
+            raise RuntimeError(
+                'to_fp16: the original was not kept, so undo is not possible: call to_fp16 with keep_original="cpu", '
+                "or load the model again"
+            )
+        devices = {name: tensor.device for name, tensor in self._tensors().items()}
+        self.originals = {name: data.to(devices[name]) for name, data in self.originals.items()}
+        self.restore()
+        self._undone = True
+        for module in (module for model in self.models.values() for module in model.modules()):
+            if hasattr(module, MARK):
+                delattr(module, MARK)
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        for _, undo in self._widened:
+            undo()
+        self._widened = []
+        self._set_upcasts(True)
+        if self.patch is not None:
+            self.patch.unpatch()
+        if self._scaled_constants:
+            editing.scale_constants(self.models, self.plan, back=True)
+            self._scaled_constants = False
+        self._set(self.originals)
+
+    def report(self) -> Fp16Report:
+        """Return what was done; see :class:`Fp16Report`."""
+        fp32 = [*self.plan.islands.items()]
+        fp32 += [(name, f"the model adds {number:g} to it") for name, (_, number) in self.plan.offsets.items()]
+        fp32 += [(f"result of {name}", "FP16 makes near logits equal") for name, _ in self._widened]
+        beyond = self._counters.beyond() if self._counters is not None else {}
+        return Fp16Report(
+            model=self._name,
+            modules=tuple(self._scaled_modules()),
+            parameters=len(self.plan.scales) + len(self.plan.offsets),
+            fp32=tuple(fp32),
+            underflow=self.underflow,
+            beyond=tuple((name, *counted) for name, counted in beyond.items()),
+            attention=str(self.patch.report()) if self.patch is not None else "not patched here",
+            undone=self._undone,
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(editing.named_tensors(self.models))
+
+    def _set(self, data: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._tensors().items():
+            tensor.data = data[name]
+
+    def _set_upcasts(self, value: bool) -> None:
+        """Say in the configs of autoencoders whether pipelines convert them to FP32."""
+        for model in self._upcasts:
+            model.register_to_config(force_upcast=value)  # type: ignore[operator]
+
+    def _trace(
+        self,
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        plan: Plan | None = None,
+        epilogues: Set[str] = frozenset(),
+    ) -> Tracer:
+        plan = plan or Plan()
+        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
+        with _seeded(), tracer.running():
+            self.run()
+        return tracer
+
+    def _kept_buffers(self) -> set[str]:
+        """Return the buffers that keep their dtype: those that no checkpoint holds, such as rotary frequencies."""
+        kept = set()
+        for prefix, model in self.models.items():
+            for path, module in model.named_modules():
+                for name in module._non_persistent_buffers_set:
+                    kept.add(".".join(filter(None, (prefix, path, name))))
+        return kept
+
+    def _partitions(self, tracer: Tracer) -> dict[str, tuple[int, tuple[Cut, ...]]]:
+        """Return the parts of fused parameters that the trace saw, where they fill the dimension without overlap."""
+        found = {}
+        for name, (dim, parts) in tracer.wanted.items():
+            size = self.originals[name].shape[dim]
+            covered = [index for part in parts for index in range(*part)]
+            if sorted(covered) == list(range(size)):
+                found[name] = dim, tuple(sorted(parts))
+        return found
+
+    def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
+        lost = total = 0
+        for name, data in self.originals.items():
+            if name in self._fixed:
+                yield name, data
+                continue
+            exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
+            if name in self.plan.offsets or inside(name.rpartition(".")[0], self.plan.islands):
+                yield name, exact.float()
+                continue
+            if name in self.plan.scales:
+                lost += int(((exact.abs() < SMALLEST) & (data.abs() >= SMALLEST)).sum())
+            total += int((data != 0).sum())
+            yield name, exact.half()
+        self.underflow = lost / max(total, 1)
+
+    def _results(self) -> dict[str, Peak]:
+        """Return the largest peak that each module itself returned, by the module's path."""
+        by_index: dict[int, Peak] = {}
+        for peak in self.plan.peaks:
+            if peak.index not in by_index or by_index[peak.index].value < peak.value:
+                by_index[peak.index] = peak
+        results: dict[str, Peak] = {}
+        for module, indices in self._tracer.results.items():
+            for index in indices:
+                if index in by_index and (module not in results or results[module].value < by_index[index].value):
+                    results[module] = by_index[index]
+        for module in self.plan.epilogues.keys() & results.keys():
+            behind = self._tracer.equations.resolve(self._tracer.epilogues[module] or {})
+            results[module] = replace(results[module], form=add(results[module].form, behind))
+        return results
+
+    def _watched(self) -> list[str]:
+        """Return the modules to watch: for each of the results nearest to the limit, the outermost that returns it."""
+        by_result: dict[int, tuple[float, str]] = {}
+        for module, peak in self._results().items():
+            inner = module.rpartition(".")[0]
+            if module in self.plan.inputs or not self._near(peak) or inside(inner, self.plan.islands):
+                continue
+            if peak.index not in by_result or len(module) < len(by_result[peak.index][1]):
+                by_result[peak.index] = math.ldexp(peak.value, -self.plan.exponent(peak.form)), module
+        return [module for _, module in sorted(by_result.values(), reverse=True)[:MOST_WATCHED]]
+
+    def _near(self, peak: Peak) -> bool:
+        return math.ldexp(peak.value, -self.plan.exponent(peak.form)) * self.margin * WATCHED > LARGEST
+
+    def _scaled_modules(self) -> Iterable[ScaledModule]:
+        for module, peak in self._results().items():
+            power = self.plan.exponent(peak.form)
+            scaled = math.ldexp(peak.value, -power)
+            if power or peak.value * self.margin > LARGEST:
+                yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
+
+
+def _confirm(plan: Plan, tracer: Tracer) -> None:
+    """Check that every peak of the scaled model is that of the original times its power of two, bit for bit."""
+    tolerance = OFFSET_TOLERANCE if plan.offsets else 0.0
+    before, after = _by_place(plan.peaks), _by_place(peaks_of(tracer, 1.0))
+    for place, peak in before.items():
+        expected = math.ldexp(peak.value, -plan.exponent(peak.form))
+        measured = after[place].value if place in after else math.nan
+        if not abs(measured - expected) <= tolerance * expected:
+            raise RuntimeError(
+                f"to_fp16: {peak.module or 'the model'} ({peak.operation}) does not follow the powers of two: "
+                f"{measured:.6g} instead of {expected:.6g}; the model is unchanged, please report it"
+            )
+
+
+def _by_place(peaks: Iterable[Peak]) -> dict[tuple[str, str, int], Peak]:
+    """Return peaks by module, operator, and how often that operator has run there; without changes of dtype."""
+    counts: dict[tuple[str, str], int] = {}
+    placed = {}
+    for peak in peaks:
+        if peak.operation != "_to_copy":  # there is none where a parameter is FP32 already
+            count = counts[peak.module, peak.operation] = counts.get((peak.module, peak.operation), -1) + 1
+            placed[peak.module, peak.operation, count] = peak
+    return placed
+
+
+class _seeded:
+    """Context in which random numbers are the same each time, and after which they go on as before."""
+
+    def __enter__(self) -> None:
+        self._fork = torch.random.fork_rng()
+        self._fork.__enter__()
+        torch.manual_seed(0)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)

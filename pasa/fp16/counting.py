@@ -1,0 +1,186 @@
+"""Counters in a scaled model, which never wait for the device: values beyond the margin, and infinities."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pasa.fp16.containers import float_leaves
+from pasa.fp16.editing import Models, module_at
+from pasa.fp16.guards import Entered
+from pasa.fp16.planning import LARGEST
+from pasa.patching.copying import UncopiedHook
+
+EVERY = 16
+"""Values are compared with the margin in one forward pass of this many; infinities are looked for in each."""
+
+
+class _Counts:
+    """Largest values and counts on one device, with a copy on the host that arrives without a synchronisation.
+
+    A copy may be one forward pass late, and a part of it later still; the device's own numbers are never late.
+    """
+
+    def __init__(self, limits: list[float], device: torch.device) -> None:
+        self.limits = torch.tensor(limits, device="cpu").to(device)
+        self.latest = torch.zeros(len(limits), device=device)
+        self.totals = torch.zeros(2, len(limits), device=device)  # largest value, and passes beyond the limit
+        self.host: Tensor | None = self.totals
+        if device.type != "cpu":
+            try:
+                self.host = torch.zeros(2, len(limits), pin_memory=True)
+            except RuntimeError:  # no pinned memory on this device: a copy would wait, so only the report tells
+                self.host = None
+
+    def see(self, index: int, values: Tensor) -> None:
+        """Take the largest magnitude of a tensor, in one pass over it and without a copy."""
+        low, high = torch.aminmax(values)
+        slot = self.latest[index]
+        torch.maximum(slot, torch.maximum(high, -low).float(), out=slot)
+
+    def add(self) -> None:
+        """Add one forward pass to the totals."""
+        torch.maximum(self.totals[0], self.latest, out=self.totals[0])
+        self.totals[1] += ~(self.latest <= self.limits)  # so that NaN counts
+        self.latest.zero_()
+
+    def send(self) -> None:
+        """Begin to copy the totals to the host."""
+        if self.host is not None and self.host is not self.totals:
+            self.host.copy_(self.totals, non_blocking=True)
+
+
+class Counters:
+    """Counts values of scaled modules that pass the planned limit, and outputs that are not finite.
+
+    Nothing here waits for the device. In a CUDA graph that was captured with these hooks, outputs that are not finite
+    are counted at each replay, and the report shows them. Code that torch.compile compiles counts nothing.
+
+    Parameters
+    ----------
+    models : mapping of str to torch.nn.Module
+    watched : list of str
+        Paths of modules whose results are compared with the limit.
+    entries : list of str
+        Paths of outermost modules, whose results are checked for infinities.
+    margin : float
+        The planned limit is 65504 / margin.
+    entered : Entered
+        Tells which outermost modules are running. One within another one is not counted.
+    """
+
+    def __init__(self, models: Models, watched: list[str], entries: list[str], margin: float, entered: Entered) -> None:
+        self.names = [*watched, *entries]
+        self.margin, self.limit = margin, LARGEST / margin
+        self._limits = [self.limit] * len(watched) + [torch.finfo(torch.float32).max] * len(entries)
+        self._entered = entered
+        self._calls = dict.fromkeys(entries, 0)
+        self._thread = threading.local()  # each replica of nn.DataParallel runs in a thread of its own
+        self._warned: set[str] = set()
+        self.handles: list[Any] = []
+        devices = {parameter.device for model in models.values() for parameter in model.parameters()}
+        self._counts = {device: _Counts(self._limits, device) for device in devices}
+        for index, name in enumerate(self.names):
+            module = module_at(models, name)
+            if index < len(watched):
+                self._register(module.register_forward_hook, self._watching(index))
+                continue
+            self._register(module.register_forward_pre_hook, self._entering(name))
+            self._register(module.register_forward_hook, self._leaving(index), always_call=True)
+
+    def _register(self, register: Callable[..., Any], hook: Callable[..., None], **options: Any) -> None:
+        self.handles.append(register(UncopiedHook(hook), **options))
+
+    def _watching(self, index: int) -> Callable[..., None]:
+        def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and getattr(self._thread, "looks", False):
+                self._see(index, output)
+
+        return look
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def begin(module: torch.nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling() or self._entered.depth > 1:
+                return
+            self._calls[name] += 1
+            self._thread.looks = self._calls[name] % EVERY == 1 and not _capturing()
+
+        return begin
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def end(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or self._entered.depth:
+                return
+            self._thread.looks = False
+            self._see(index, output)
+            for counts in list(self._counts.values()):
+                self._add(counts)
+
+        return end
+
+    def _see(self, index: int, output: Any) -> None:
+        leaf = _first(output)
+        if leaf is None or not leaf.numel():
+            return
+        counts = self._counts.get(leaf.device)
+        if counts is None:
+            if _capturing():  # memory of a graph would be cleared by each replay
+                return
+            counts = self._counts[leaf.device] = _Counts(self._limits, leaf.device)
+        counts.see(index, leaf.detach())
+
+    def _add(self, counts: _Counts) -> None:
+        """Add a forward pass, report what has arrived from the one before, and send the new totals."""
+        counts.add()
+        if _capturing():
+            return
+        if counts.host is not None:
+            self._warn(counts.host)
+        counts.send()
+
+    def _warn(self, host: Tensor) -> None:
+        for name, (value, _) in self._beyond(host).items():
+            if math.isfinite(value):
+                what = f"reached {value:.4g}, {value / self.limit:.3g} times the planned 65504 / {self.margin:g}"
+            else:
+                what = "returned infinity or NaN"
+            self._warn_once(
+                name,
+                f"to_fp16: {name or 'the model'} {what}: convert the original again, with this input as its sample",
+            )
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=3)
+
+    def beyond(self) -> dict[str, tuple[float, int]]:
+        """Return the modules that passed their limit, each with its largest value and a count; waits for the device."""
+        found: dict[str, tuple[float, int]] = {}
+        for counts in list(self._counts.values()):
+            for name, (value, count) in self._beyond(counts.totals.cpu()).items():
+                before = found.get(name, (0.0, 0))
+                found[name] = value if not value <= before[0] else before[0], count + before[1]
+        return found
+
+    def _beyond(self, host: Tensor) -> dict[str, tuple[float, int]]:
+        values, counts = host.tolist()
+        return {self.names[index]: (values[index], int(count)) for index, count in enumerate(counts) if count}
+
+
+def _first(output: Any) -> Tensor | None:
+    """Return the first floating-point tensor of a result."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    return next((leaf for _, leaf in float_leaves(output)), None)
+
+
+def _capturing() -> bool:
+    """Return whether a CUDA graph is being captured, when nothing may be asked of the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

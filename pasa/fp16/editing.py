@@ -1,0 +1,72 @@
+"""Apply powers of two to the parameters and epsilons of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from pasa.fp16.planning import Plan
+from pasa.fp16.tracks import Track
+
+Models = Mapping[str, torch.nn.Module]
+
+
+def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point parameters and buffers of some models by path, each tensor once."""
+    met: set[int] = set()
+    for prefix, model in models.items():
+        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and id(tensor) not in met:
+                met.add(id(tensor))
+                yield ".".join(filter(None, (prefix, path))), tensor
+
+
+def parameter_names(models: Models) -> list[str]:
+    """Return the paths of the floating-point parameters that :func:`named_tensors` yields, without buffers."""
+    parameters = {id(each) for model in models.values() for each in model.parameters()}
+    return [name for name, tensor in named_tensors(models) if id(tensor) in parameters]
+
+
+def module_at(models: Models, path: str) -> torch.nn.Module:
+    """Return the module at a path that begins with the name of its model."""
+    prefix, _, rest = path.partition(".")
+    return models[prefix].get_submodule(rest) if prefix in models else models[""].get_submodule(path)
+
+
+def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
+    """Return a parameter times its powers of two, in the same dtype; exact but for offsets, which are FP32 or wider."""
+    if name in plan.offsets:
+        power, number = plan.offsets[name]
+        wide = (tensor.double() + number) * 2.0**-power - number
+        return wide.to(torch.promote_types(tensor.dtype, torch.float32))
+    if name not in plan.scales:
+        return tensor
+    result = tensor.clone()
+    for dim, cut, power in plan.scales[name]:
+        part = result if cut is None else result.transpose(dim, -1)[..., slice(*cut)]
+        part.mul_(2.0**-power)
+    return result
+
+
+def peaks(tensor: Tensor, track: Track) -> list[float]:
+    """Return the largest magnitude of a parameter, part by part."""
+    parts = [
+        tensor if cut is None else tensor.transpose(track.dim, -1)[..., slice(*cut)] for cut in track.cuts or [None]
+    ]
+    return [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+
+
+def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:
+    """Scale the epsilons of norms, or scale them back."""
+    for place, power in plan.constants.items():
+        module = module_at(models, place.module)
+        setattr(module, place.attribute, getattr(module, place.attribute) * 2.0 ** (power if back else -power))
+
+
+def scale_in_place(models: Models, plan: Plan) -> None:
+    """Scale a model without changing its dtype."""
+    for name, tensor in named_tensors(models):
+        tensor.data = scaled(name, tensor.data, plan)
+    scale_constants(models, plan)

@@ -1,0 +1,183 @@
+"""Refuse calls of modules within a scaled model, and of modules that its sample did not reach."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pasa.fp16.editing import Models, module_at, named_tensors
+from pasa.fp16.planning import Plan, inside
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant
+
+
+class Entered:
+    """Outermost modules that are running, by thread."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[str]] = {}
+        self.compiled = False
+
+    def enter(self, name: str) -> bool:
+        """Note that an outermost module begins, and return whether it runs within another one.
+
+        Names that an interrupted call has left behind are dropped: only a module within the running one can begin.
+        """
+        self.compiled = self.compiled or torch.compiler.is_compiling()
+        running = self._running.setdefault(_thread(), [])
+        while running and not (running[-1] != name and contains(running[-1], name)):
+            running.pop()
+        running.append(name)
+        return len(running) > 1
+
+    def leave(self, name: str) -> bool:
+        """Note that such a module has ended, and return whether none is running any more."""
+        running = self._running.get(_thread(), [])
+        if running and running[-1] == name:
+            running.pop()
+        return not running
+
+    @property
+    def depth(self) -> int:
+        """Return how many are running in this thread, each within the one before."""
+        return len(self._running.get(_thread(), ()))
+
+    @property
+    def idle(self) -> bool:
+        """Return whether none is running in this thread; compiled models do not say, and count as running."""
+        return not self.compiled and not self.depth
+
+
+def _thread() -> int:
+    """Return a number of the running thread, or 0 in a trace by torch.compile."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def contains(outer: str, inner: str) -> bool:
+    """Return whether a module's path lies within another's."""
+    return not outer or inside(inner, {outer: ""})
+
+
+def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterable[str]) -> Iterator[Any]:
+    """Refuse calls of scaled modules on their own, and of modules without powers of two.
+
+    Layers are the innermost modules that are guarded, so that a forward pass does not become slower.
+    """
+    scaled: set[object] = {module_at(models, place.module) for place in plan.constants}
+    scaled |= {module_at(models, name) for name in plan.epilogues}
+    scaled |= {tensor for name, tensor in named_tensors(models) if name in plan.scales or name in plan.offsets}
+    entries = {id(module_at(models, name)): name for name in plan.inputs}
+    for prefix, model in models.items():
+        for path, module in _guarded(model, prefix, {module_at(models, name) for name in plan.inputs}):
+            if not scaled.isdisjoint((*module.modules(), *module.parameters(), *module.buffers())):
+                callers = [name for name in entries.values() if contains(name, path)] or [prefix]
+                caller = max(callers, key=len) or type(model).__name__
+                yield module.register_forward_pre_hook(_Guard(path, caller, entered))
+    for path in unreached if scaled else ():  # modules of one model may write to a tensor that is scaled
+        yield module_at(models, path).register_forward_pre_hook(_Unreached(path))
+
+
+def _guarded(
+    module: torch.nn.Module, path: str, entries: set[torch.nn.Module], met: set[torch.nn.Module] | None = None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules within another one, but for entries, what contains entries, and the insides of layers."""
+    met = set() if met is None else met
+    listed = isinstance(module, torch.nn.ModuleList)
+    for name, child in module.named_children():
+        if child in met:
+            continue
+        met.add(child)
+        inner = f"{path}.{name}" if path else name
+        if entries.isdisjoint(child.modules()) and not isinstance(child, torch.nn.ModuleList):
+            yield inner, child
+            if listed:
+                continue
+        yield from _guarded(child, inner, entries, met)
+
+
+class _Guard:
+    def __init__(self, name: str, caller: str, entered: Entered) -> None:
+        self.name, self.caller, self.entered = name, caller, entered
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if self.entered.idle and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"to_fp16: {self.name} is scaled by powers of two inside of {self.caller}, and its results alone would "
+                f"be too small: call {self.caller}, or pass a sample (a function of the model) that calls {self.name} "
+                "as you do"
+            )
+
+
+class _Unreached:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        raise RuntimeError(
+            f"to_fp16: the sample did not reach {self.name}, so no power of two is known for it: undo, and pass a "
+            "sample that uses it"
+        )
+
+
+def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[str]:
+    """Give parameters that the sample did not reach the powers of two of their siblings, such as other experts.
+
+    Siblings are modules of one list, with the same parameters. They must agree, and hold no epilogue.
+
+    Returns
+    -------
+    list of str
+        Modules with parameters that have no such siblings.
+    """
+    missing = {name for name, shape in shapes.items() if name not in tracer.parameters and shape.numel() > 1}
+    refused = []
+    for name in sorted(missing):
+        owner = name.rpartition(".")[0]
+        if owner in tracer.results or owner in refused:
+            continue
+        sibling = _sibling(name, missing, shapes, plan)
+        if sibling is None:
+            refused.append(owner)
+            continue
+        if sibling in plan.scales:
+            plan.scales[name] = plan.scales[sibling]
+        if sibling in plan.offsets:
+            plan.offsets[name] = plan.offsets[sibling]
+        for place, power in list(plan.constants.items()):
+            if place.module == sibling.rpartition(".")[0]:
+                plan.constants[Constant(owner, place.attribute)] = power
+    return refused
+
+
+def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], plan: Plan) -> str | None:
+    """Return the parameter of a sibling that was reached, if all such siblings have the same powers of two."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if not part.isdigit():
+            continue
+        head, tail = ".".join(parts[:index]), ".".join(parts[index + 1 :])
+        member = f"{head}.{part}."
+        if any(each.startswith(member) and each not in missing for each in shapes):
+            continue  # partly reached: the list to look at is further inside
+        layout = {each.removeprefix(member): shape for each, shape in shapes.items() if each.startswith(member)}
+        siblings = {each[len(head) + 1 :].partition(".")[0] for each in shapes if each.startswith(f"{head}.")}
+        alike = [
+            f"{head}.{other}"
+            for other in sorted(siblings)
+            if all(
+                shapes.get(f"{head}.{other}.{inner}") == shape and f"{head}.{other}.{inner}" not in missing
+                for inner, shape in layout.items()
+            )
+        ]
+        powers = [
+            [(plan.scales.get(f"{each}.{inner}"), plan.offsets.get(f"{each}.{inner}")) for inner in layout]
+            for each in alike
+        ]
+        followed = any(contains(each, epilogue) for each in alike for epilogue in plan.epilogues)
+        if alike and not followed and all(each == powers[0] for each in powers):
+            return f"{alike[0]}.{tail}"
+        return None
+    return None

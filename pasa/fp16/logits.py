@@ -1,0 +1,50 @@
+"""Return a language model's logits in FP32, from FP16 operands.
+
+At 32 the numbers of FP16 are 0.03 apart, so that logits near to each other become equal. Rounding FP32's own logits to
+FP16 changes the most probable token of 3 in 1,000 (Gemma-3-270m), more than all FP16 arithmetic before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 16384
+"""Rows of the vocabulary that are converted to FP32 at a time, where no kernel returns FP32: 64 MB at width 1,024."""
+
+
+def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Callable[[], None]]]:
+    """Let the heads of language models return FP32; return their paths, each with a function that undoes it."""
+    widened: list[tuple[str, Callable[[], None]]] = []
+    for prefix, model in models.items():
+        embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = embeddings()
+        if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16 or "forward" in vars(head):
+            continue
+        head.forward = Product(head)  # type: ignore[method-assign]
+        path = next(name for name, module in model.named_modules() if module is head)
+        widened.append((".".join(filter(None, (prefix, path))), partial(delattr, head, "forward")))
+    return widened
+
+
+class Product:
+    """The forward of a linear layer whose result is FP32; a copy of the layer has a copy of it."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self.head = head
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return ``input @ weight.T + bias`` in FP32."""
+        weight, bias = self.head.weight, self.head.bias
+        rows = input.reshape(-1, input.shape[-1])
+        if weight.is_cuda and rows.dtype == weight.dtype and "dtype" in torch.ops.aten.mm.overloads():
+            product = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        else:
+            wide = rows.float()
+            product = torch.cat([wide @ part.float().t() for part in weight.split(ROWS)], dim=-1)
+        result = product if bias is None else product + bias.float()
+        return result.reshape(*input.shape[:-1], weight.shape[0])

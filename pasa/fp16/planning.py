@@ -1,0 +1,277 @@
+"""Choose the powers of two: as small as the measured peaks and the margin allow, and none where none is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pasa.fp16.exponents import Form
+from pasa.fp16.rules import INFINITE
+from pasa.fp16.tracing import Tracer
+from pasa.fp16.tracks import Constant, Cut
+
+LARGEST = 65504.0
+"""Largest finite number of FP16."""
+ROUNDS = 100
+"""Steps beyond four for each limit after which the search for powers of two gives up."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest magnitude of a tensor that would be FP16.
+
+    Attributes
+    ----------
+    module : str
+        Path of the module that computed it, or name of a parameter.
+    operation : str
+        Name of the ATen operator; "parameter" for a parameter.
+    form : Form
+        The exponent that the tensor may have, in unknowns that are still free.
+    value : float
+    margin : float
+        Factor that must stay between the scaled peak and 65504.
+    index : int
+        Place in the trace; -1 for a parameter.
+    """
+
+    module: str
+    operation: str
+    form: Form
+    value: float
+    margin: float
+    index: int = -1
+
+    @property
+    def needed(self) -> int:
+        """Return the smallest exponent that keeps the tensor in FP16's range; negative if it may grow."""
+        if self.value == 0:
+            return -(2**10)
+        return math.ceil(math.log2(self.value * self.margin / LARGEST))
+
+
+@dataclass
+class Plan:
+    """The powers of two for one model or pipeline.
+
+    Attributes
+    ----------
+    scales : dict of str to list of (int, Cut or None, int)
+        For each parameter and buffer: dimension, part (None for all of it) and exponent e of the factor ``2**-e``.
+    offsets : dict of str to (int, float)
+        Exponent and number for parameters to which the model adds that number. They stay in FP32.
+    constants : dict of Constant to int
+        Exponents of epsilons.
+    inputs, outputs : dict of str to dict of str to int
+        Exponents of what enters and leaves an outermost module, by module and path, where they are not 0.
+    epilogues : dict of str to int
+        Exponents of factors for the results of modules inside of which a constant is added.
+    islands : dict of str to str
+        Modules that stay in FP32, each with the reason.
+    peaks : list of Peak
+        All peaks of the trace, with resolved forms.
+    values : dict of int to int
+        The chosen value of each free unknown that is not 0.
+    """
+
+    scales: dict[str, list[tuple[int, Cut | None, int]]] = field(default_factory=dict)
+    offsets: dict[str, tuple[int, float]] = field(default_factory=dict)
+    constants: dict[Constant, int] = field(default_factory=dict)
+    inputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    epilogues: dict[str, int] = field(default_factory=dict)
+    islands: dict[str, str] = field(default_factory=dict)
+    peaks: list[Peak] = field(default_factory=list)
+    values: dict[int, int] = field(default_factory=dict)
+
+    def exponent(self, form: Form) -> int:
+        """Return the exponent that a resolved form has with the chosen values."""
+        return exponent(form, self.values)
+
+
+def exponent(form: Form, values: dict[int, int]) -> int:
+    """Return the value of a form.
+
+    Raises
+    ------
+    ArithmeticError
+        It is no whole number, so that no power of two fits.
+    """
+    total = sum((coefficient * values.get(unknown, 0) for unknown, coefficient in form.items()), start=0)
+    if total != int(total):
+        raise ArithmeticError(f"the model asks for a factor of 2**({total}), which is no power of two")
+    return int(total)
+
+
+def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
+    """Choose all powers of two for what a tracer saw.
+
+    Parameters
+    ----------
+    tracer : Tracer
+    parameter_peaks : mapping of str to sequence of float
+        Largest magnitude of each part of the parameters and buffers that the trace met.
+    margin : float
+        Factor between the scaled peaks of the trace and 65504.
+
+    Raises
+    ------
+    OverflowError
+        A tensor of the trace is infinite or NaN; the message names its module.
+    NotImplementedError
+        A tensor is too large, cannot be scaled, and no module around it can run in FP32 instead.
+    """
+    plan = Plan(peaks=list(peaks_of(tracer, margin)))
+    plan.islands = find_islands(tracer, plan.peaks)
+    returned = {index for island in plan.islands for index in tracer.results[island]}
+    counted = [peak for peak in plan.peaks if peak.index in returned or not inside(peak.module, plan.islands)]
+    for name, track in tracer.parameters.items():
+        if not inside(name, plan.islands):
+            for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
+                counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
+    plan.values = choose(counted)
+    _collect(tracer, plan)
+    return plan
+
+
+def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
+    """Yield the peaks of a trace that FP16 must hold; attention scores are left to attention that cannot overflow."""
+    for index, operation in enumerate(tracer.operations):
+        if operation.peaks is None or operation.scores:
+            continue
+        for form, value in zip(operation.forms, operation.peaks.tolist(), strict=True):
+            if not math.isfinite(value):
+                raise OverflowError(
+                    f"to_fp16: {operation.module or 'the model'} computes {value} in {operation.name} already in BF16, "
+                    "which has the range of FP32: no power of two helps; pass a sample that fits the model"
+                )
+            resolved = tracer.equations.resolve(form)
+            # an input that cannot be scaled is the caller's; the lowest number of BF16 in a mask becomes that of FP16
+            if resolved or (operation.name != "input" and value < INFINITE):
+                yield Peak(operation.module, operation.name, resolved, value, margin, index)
+
+
+def choose(peaks: list[Peak]) -> dict[int, int]:
+    """Return values of the free unknowns with which every peak that can be scaled fits.
+
+    A peak that is too large raises the unknown that the forward pass met last among those that its exponent depends on:
+    the projection before it, and not the embedding. Where that pushes other peaks out of range, the next one is tried.
+
+    Raises
+    ------
+    NotImplementedError
+        No values fit; the message names a tensor that does not.
+    """
+    largest: dict[tuple[tuple[int, object], ...], Peak] = {}
+    for peak in peaks:
+        key = tuple(sorted(peak.form.items()))
+        if key and (key not in largest or largest[key].needed < peak.needed):
+            largest[key] = peak
+    limits = list(largest.values())
+    values: dict[int, int] = {}
+    for _ in range(ROUNDS + 4 * len(limits)):
+        short = [peak for peak in limits if _missing(peak, values) > 0]
+        if not short:
+            return {unknown: value for unknown, value in values.items() if value}
+        trials = _raised(short[0], values)
+        values = min(trials, key=lambda trial: sum(_missing(peak, trial) > 0 for peak in limits))
+    peak = short[0]
+    raise NotImplementedError(
+        f"to_fp16: {peak.module} ({peak.operation}, up to {peak.value:.3g}) fits into FP16 only where other tensors "
+        "then do not: lower the margin, or keep this model in FP32"
+    )
+
+
+def _missing(peak: Peak, values: dict[int, int]) -> float:
+    """Return by how much a peak's exponent is smaller than it needs to be."""
+    total = sum(float(coefficient) * values.get(unknown, 0) for unknown, coefficient in peak.form.items())
+    return peak.needed - total
+
+
+def _raised(peak: Peak, values: dict[int, int]) -> Iterator[dict[int, int]]:
+    """Yield values that lift a peak's exponent to what it needs by one unknown, beginning with the one met last."""
+    missing = _missing(peak, values)
+    for unknown in sorted(peak.form, reverse=True):
+        coefficient = float(peak.form[unknown])
+        step = math.ceil(missing / abs(coefficient)) * (1 if coefficient > 0 else -1)
+        yield {**values, unknown: values.get(unknown, 0) + step}
+
+
+def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
+    """Return the modules that add constants to tensors, if that may be why tensors that are too large cannot be scaled.
+
+    The results of such a module can be scaled behind it.
+    """
+    if not any(not peak.form and peak.needed > 0 for peak in peaks_of(tracer, margin)):
+        return set()
+    sums = [module for index, module in tracer.constant_sums if not tracer.operations[index].scores]
+    return {module for module in sums if module not in tracer.outputs}
+
+
+def inside(module: str, islands: dict[str, str]) -> bool:
+    """Return whether a module is one of the islands, or inside of one."""
+    return any(module == island or module.startswith(f"{island}.") for island in islands)
+
+
+def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
+    """Return the smallest modules that must stay in FP32, because a tensor in them is too large and cannot be scaled.
+
+    Raises
+    ------
+    NotImplementedError
+        Such a tensor leaves an outermost module, where FP16 is asked for.
+    """
+    stuck = {peak.index: peak for peak in peaks if not peak.form and peak.needed > 0}
+    islands: dict[str, str] = {}
+    for index, peak in stuck.items():
+        island = peak.module
+        while island not in tracer.results or (
+            island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
+        ):
+            if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
+                raise NotImplementedError(
+                    f"to_fp16: {peak.module or 'the model'} computes values up to {peak.value:.3g}, which FP16 cannot "
+                    f"hold with a margin, and they cannot be scaled because of {_why(tracer, peak)}: lower the margin, "
+                    "or keep this model in FP32"
+                )
+            island = island.rpartition(".")[0]
+        if not inside(island, islands):
+            islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
+            why = _why(tracer, peak)
+            islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled because of {why}"
+        del index
+    return islands
+
+
+def _why(tracer: Tracer, peak: Peak) -> str:
+    """Return the module and operator that fix the exponent of a peak."""
+    form: Form = {}
+    for each in tracer.operations[peak.index].forms:
+        form = form | each
+    return tracer.equations.why(form)
+
+
+def _collect(tracer: Tracer, plan: Plan) -> None:
+    """Write down the exponents that are not 0, by what they apply to."""
+    resolve = tracer.equations.resolve
+    for name, track in tracer.parameters.items():
+        cuts = track.cuts or (None,)
+        parts = [
+            (track.dim, cut, plan.exponent(resolve(form))) for cut, form in zip(cuts, track.forms or (), strict=True)
+        ]
+        if any(power for _, _, power in parts):
+            plan.scales[name] = [part for part in parts if part[2]]
+    for name, (form, number) in tracer.offsets.items():
+        if power := plan.exponent(resolve(form)):
+            plan.offsets[name] = power, number
+    for place, form in tracer.constants.items():
+        if power := plan.exponent(resolve(form)):
+            plan.constants[place] = power
+    for name, epilogue in tracer.epilogues.items():
+        if power := plan.exponent(resolve(epilogue or {})):
+            plan.epilogues[name] = power
+    for kept, traced in ((plan.inputs, tracer.inputs), (plan.outputs, tracer.outputs)):
+        for name, forms in traced.items():
+            powers = {path: plan.exponent(resolve(form)) for path, form in forms.items()}
+            kept[name] = {path: power for path, power in powers.items() if power}

@@ -1,0 +1,312 @@
+"""Rules for the exponents of ATen operators: the exponent of each operator's result, given those of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pasa.fp16.exponents import Form, add, multiply
+from pasa.fp16.operators import (
+    ATTENTION,
+    COMPARISONS,
+    COPIES,
+    FILLS,
+    HOMOGENEOUS,
+    PRODUCTS,
+    PRODUCTS_WITH_SUM,
+    SCORES,
+    SUMS,
+    VIEWS,
+    WITH_NUMBERS,
+    ZEROS,
+)
+from pasa.fp16.tracks import Track, cut_at, moved
+
+if TYPE_CHECKING:
+    from pasa.fp16.tracing import Tracer
+    from pasa.fp16.tracks import Operation
+
+POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1), "square": Fraction(2)}
+"""Degrees of roots and powers."""
+
+INFINITE = 1e30
+"""Numbers from here on stand for infinity, as the smallest number of a dtype does in a mask."""
+
+SMALLEST_DIVISOR = 2.0**-25
+"""FP16 rounds numbers below it to 0. As a lower bound, as of the norm in `normalize`, they act on zeros alone."""
+
+
+def makes_zeros(name: str, args: Any) -> bool:
+    """Return whether a tensor that an operator makes is 0 everywhere, or will be written before it is read."""
+    filled = args[-1] if name in FILLS and args else None
+    return name in ZEROS or (isinstance(filled, (int, float)) and filled == 0)
+
+
+def apply(tracer: Tracer, operation: Operation, args: Any, kwargs: Any, out: Any) -> None:
+    """Add the equations of one operation, and give its results their exponents."""
+    name = operation.name
+    if name in VIEWS:
+        _view(tracer, name, args, kwargs, out)
+        return
+    changes = any(isinstance(leaf, Tensor) and not holds_values(leaf) for leaf in tree_leaves(out))
+    if "out" in kwargs or (changes and not _floats(out) and name not in COMPARISONS):
+        track = _pinned(tracer, operation, args, kwargs)  # written elsewhere, or made whole numbers
+    else:
+        track = _rule(name)(tracer, operation, args, kwargs)
+    if name.endswith("_") and isinstance(args[0], Tensor):
+        track = _written(tracer, args[0], track)
+    tracer.put(out, track)
+
+
+def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
+    """Return the exponent of memory that an operator wrote to; it is shared with all views of the same memory."""
+    written = tracer.track(target)
+    written.constant = False
+    whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
+    if written.forms is None or (whole and not written.parameter):
+        written.forms, written.cuts, written.dim = track.forms, track.cuts, track.dim
+        return written
+    before, after = tracer.single(written), tracer.single(track)
+    if before is not None and after is not None:
+        tracer.equate(before, after, "writes to a part of a tensor")
+    return written
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether a tensor holds real or complex numbers, and not whole ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
+    """Return the rule of an operator; the rule for operators that are not known makes all exponents 0."""
+    sets = {_copy: COPIES, _homogeneous: HOMOGENEOUS, _sum: SUMS, _product: PRODUCTS, _filled: ZEROS | FILLS}
+    sets |= {_product_with_sum: PRODUCTS_WITH_SUM, _attention: ATTENTION, _compared: COMPARISONS}
+    for rule, names in sets.items():
+        if name in names:
+            return rule
+    return SINGLE.get(name, _power if name in POWERS else _pinned)
+
+
+def _floats(*operands: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(operands) if isinstance(leaf, Tensor) and holds_values(leaf)]
+
+
+def _numbers(*operands: Any) -> list[float]:
+    """Return the numbers among operands that are not 0 and do not stand for infinity."""
+    numbers = [leaf for leaf in tree_leaves(operands) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)]
+    return [float(number) for number in numbers if 0 < abs(number) < INFINITE]
+
+
+def _of(form: Form | None) -> Track:
+    return Track(None if form is None else (form,))
+
+
+def _view(tracer: Tracer, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    """Give the views of a tensor its exponent, or that of the part they show."""
+    track = tracer.track(args[0])
+    if track.forms is None or not (track.cuts or track.parameter or track.weights):
+        tracer.put(out, track)
+        return
+    if parts := cut_at(tracer, track, name, args, kwargs):
+        for tensor, part in zip(tree_leaves(out), parts, strict=True):
+            tracer.put(tensor, part)
+        return
+    for tensor in tree_leaves(out):
+        placed = moved(track, name, args, kwargs, tensor)
+        if placed is None:
+            form = tracer.single(track)
+            placed = Track(None if form is None else (form,))
+        tracer.put(tensor, placed)
+
+
+def _copy(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Keep the exponent of the first operand, part by part."""
+    track = tracer.track(args[0])
+    parameter = track.parameter if operation.name in ("_to_copy", "index") else None
+    return replace(track, parameter=parameter, constant=False)
+
+
+def _homogeneous(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Keep the exponent of the first operand; a second one (of `max`) must have the same."""
+    return _sum(tracer, operation, args[:2] if operation.name in ("max", "min") else args[:1], {})
+
+
+def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Make the exponents of all operands equal."""
+    tracks = [tracer.track(tensor) for tensor in _floats(args, kwargs)]
+    known = [track for track in tracks if track.forms is not None]
+    numbers = _numbers(args[1:], {name: value for name, value in kwargs.items() if name != "alpha"})
+    if operation.name == "add" and len(tracks) == 1 and tracks[0].parameter and numbers:
+        return tracer.offset(tracks[0], numbers[0])
+    if len(known) > 1 and len({(track.cuts, track.dim) for track in known if track.cuts}) == 1 and known[0].cuts:
+        total = _sum_of_parts(tracer, operation, known)
+        if total is not None:
+            return total
+    forms = [form for track in known if (form := tracer.single(track)) is not None]
+    if any(tracer.equations.resolve(form) for form in forms):
+        for track in known:
+            if track.constant:
+                tracer.add_constant(track)
+    for form in forms[1:]:
+        tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
+    if forms and operation.name in WITH_NUMBERS:
+        first = WITH_NUMBERS[operation.name]
+        for number in numbers if first == 1 else _numbers(args[first:], kwargs):
+            if not (operation.name.startswith("clamp_min") and abs(number) < SMALLEST_DIVISOR):
+                tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
+    return _of(forms[0] if forms else None)
+
+
+def _sum_of_parts(tracer: Tracer, operation: Operation, tracks: list[Track]) -> Track | None:
+    """Make exponents equal part by part, if all operands have the same parts."""
+    if any(track.cuts != tracks[0].cuts or track.dim != tracks[0].dim for track in tracks):
+        return None
+    first = tracks[0].forms or ()
+    for track in tracks[1:]:
+        for one, other in zip(first, track.forms or (), strict=True):
+            tracer.equate(one, other, f"{operation.name} needs one power of two")
+    return replace(tracks[0], parameter=None, constant=False)
+
+
+def _product(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Add exponents. A matrix of weights hands its parts on to the last dimension of the result."""
+    first, second = (tracer.track(each) for each in args[:2])
+    elementwise = operation.name.startswith("mul")
+    if elementwise and not isinstance(args[1], Tensor):
+        return replace(first, parameter=None, constant=False)
+    if first.forms is None or second.forms is None:
+        return Track(None)
+    weights = () if elementwise or not second.parameter else ((second.parameter, second.dim == -1),)
+    left = tracer.single(first) or {}
+    if second.cuts and second.dim == -1 and not elementwise:
+        forms = tuple(add(left, form) for form in second.forms)
+        return Track(forms, second.cuts, -1, weights=weights)
+    return Track((add(left, tracer.single(second) or {}),), weights=weights)
+
+
+def _product_with_sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Add the exponents of the second and third operand, which the first must equal."""
+    product = _product(tracer, replace(operation, name="mul" if "mul" in operation.name else "mm"), args[1:], kwargs)
+    bias = tracer.track(args[0])
+    if product.forms is None:
+        return bias
+    if bias.forms is None:
+        return product
+    if bias.parameter:
+        product.weights += ((bias.parameter, False),)
+    if product.cuts and product.cuts == bias.cuts and bias.dim == -1:
+        return _sum_of_parts(tracer, operation, [product, bias]) or product
+    total, other = tracer.single(product) or {}, tracer.single(bias) or {}
+    tracer.equate(total, other, "adds a bias")
+    return Track((total,), weights=product.weights)
+
+
+def _convolution(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Add the exponents of image and kernel, which the bias must equal."""
+    image, kernel = (tracer.single(tracer.track(each)) for each in args[:2])
+    if image is None or kernel is None:
+        return Track(None)
+    total = add(image, kernel)
+    if isinstance(args[2], Tensor):
+        tracer.equate(total, tracer.single(tracer.track(args[2])) or {}, "adds a bias")
+    return _of(total)
+
+
+def _quotient(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Subtract the exponent of the divisor."""
+    if not isinstance(args[1], Tensor):
+        return replace(tracer.track(args[0]), parameter=None, constant=False)
+    above, below = (tracer.single(tracer.track(each)) for each in args[:2])
+    return _of(None if above is None else add(above, below or {}, -1))
+
+
+def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Multiply the exponent by the degree of a power or root."""
+    degree = POWERS.get(operation.name)
+    if degree is None:
+        if not isinstance(args[0], Tensor) or not isinstance(args[1], (int, float)):
+            return _pinned(tracer, operation, args, kwargs)
+        degree = Fraction(args[1]).limit_denominator(64)
+    form = tracer.single(tracer.track(args[0]))
+    return _of(None if form is None else multiply(form, degree))
+
+
+def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    form = tracer.single(tracer.track(args[0]))
+    return _of(None if form is None else multiply(form, 2))
+
+
+def _norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Give the result of a norm the exponent of its weight; scale its epsilon by twice the operand's exponent."""
+    tensors = {"native_layer_norm": (2, 3, 4), "native_group_norm": (1, 2, 7), "_fused_rms_norm": (2, None, 3)}
+    weight, bias, epsilon = tensors[operation.name]
+    form = tracer.single(tracer.track(args[0]))
+    number = args[epsilon] if len(args) > epsilon else None
+    if form is not None and number != 0:
+        why = "a norm whose epsilon is no attribute of its module"
+        if number is None:
+            tracer.equate(form, {}, why)
+        else:
+            tracer.add_number(number, multiply(form, 2), why)
+    scale = tracer.single(tracer.track(args[weight])) if isinstance(args[weight], Tensor) else {}
+    if bias is not None and isinstance(args[bias], Tensor):
+        tracer.equate(scale or {}, tracer.single(tracer.track(args[bias])) or {}, "adds a norm's bias")
+    return _of(scale)
+
+
+def _attention(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Give the result of attention the exponent of its values; those of queries and keys must cancel."""
+    query, key, value = (tracer.single(tracer.track(each)) for each in args[:3])
+    tracer.equate(add(query or {}, key or {}), {}, "attention scores")
+    for other in _floats(args[3:], kwargs):
+        tracer.pin(tracer.track(other), "is added to attention scores")
+    return _of(value)
+
+
+def _softmax(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Make the exponent of scores 0, and mark what made them, back to the product of queries and keys."""
+    behind = list(operation.sources)
+    while behind:
+        source = tracer.operations[behind.pop()]
+        source.scores = True
+        if source.name in SCORES:
+            behind += [index for index in source.sources if not tracer.operations[index].scores]
+    return _pinned(tracer, operation, args, kwargs)
+
+
+def _compared(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Make the exponents of two compared tensors equal; the result has none."""
+    _sum(tracer, operation, args[:2], {})
+    return Track(({},), constant=True)
+
+
+def _filled(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Give a tensor that takes only its sizes from another the exponent 0, or every exponent if it holds zeros."""
+    return Track(None if makes_zeros(operation.name, args) else ({},), constant=True)
+
+
+def _pinned(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Make all exponents 0: the operator is not homogeneous, or not known here."""
+    for tensor in _floats(args, kwargs):
+        tracer.pin(tracer.track(tensor), f"feeds {operation.name}")
+    return Track(({},))
+
+
+SINGLE: dict[str, Callable[[Tracer, Operation, Any, Any], Track]] = {
+    "convolution": _convolution,
+    "div": _quotient,
+    "div_": _quotient,
+    "pow": _power,
+    "var": _variance,
+    "native_layer_norm": _norm,
+    "native_group_norm": _norm,
+    "_fused_rms_norm": _norm,
+    "_softmax": _softmax,
+    "_safe_softmax": _softmax,
+    "logsumexp": _pinned,
+}

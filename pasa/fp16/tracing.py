@@ -1,0 +1,335 @@
+"""Trace forward passes of a model for the exponents that its tensors may have, and for the largest value of each.
+
+The pass is run in BF16. It has the range of FP32, and can be distinguished from what the model itself computes in FP32:
+what is BF16 in the trace will be FP16. Every operation is seen below autograd, so it does not matter how the model is
+written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponents of its operands 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pasa.fp16 import rules
+from pasa.fp16.containers import float_leaves, replaced
+from pasa.fp16.exponents import Equations, Form, add
+from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
+from pasa.fp16.tracks import Constant, Cut, Operation, Track
+
+TRACED = torch.bfloat16
+"""The dtype that stands for FP16 in a trace."""
+NESTED = re.compile(r"\[\d+\]\[\d+\]")
+"""Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
+
+
+class Tracer(TorchDispatchMode):
+    """Collects equations between exponents, and peaks, over all forward passes that run inside it.
+
+    Parameters
+    ----------
+    models : mapping of str to torch.nn.Module
+        The models, by the names that begin the paths of their modules ("" for a model alone).
+    cuts : mapping of str to (int, tuple of cuts)
+        Parts of fused parameters that have exponents of their own, each with the dimension (from the end) that is cut.
+    inputs, outputs : mapping of str to mapping of str to int
+        Exponents by which the inputs of outermost modules are scaled, and some of their outputs are scaled back.
+    computed : set of str, optional
+        Buffers that the model can compute again, such as position embeddings for another image size. They are not
+        scaled.
+    epilogues : set of str, optional
+        Modules whose results are scaled after them, because a constant is added inside that no parameter holds.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
+        inputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        outputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        computed: Set[str] = frozenset(),
+        epilogues: Set[str] = frozenset(),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.equations = Equations()
+        self.cuts = cuts
+        self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
+        self.constant_sums: list[tuple[int, str]] = []
+        self.wanted: dict[str, tuple[int, set[Cut]]] = {}
+        self.operations: list[Operation] = []
+        self.parameters: dict[str, Track] = {}
+        self.constants: dict[Constant, Form] = {}
+        self.offsets: dict[str, tuple[Form, float]] = {}
+        self.inputs: dict[str, dict[str, Form]] = {}
+        self.known: dict[str, dict[str, bool]] = {}
+        self.returned: dict[str, set[str]] = {}
+        self._powers = inputs, outputs
+        self._paused = False
+        self.outputs: dict[str, dict[str, Form]] = {}
+        self.results: dict[str, list[int]] = {}
+        self.modules: dict[torch.nn.Module, str] = {}
+        self.stack: list[torch.nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
+        self._tracks: Any = WeakTensorKeyDictionary()
+        for prefix, model in models.items():
+            for path, module in model.named_modules():
+                self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
+            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+                name = ".".join(filter(None, (prefix, path)))
+                if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
+                    self._names.setdefault(id(tensor), name)
+                    self._named.append(tensor)
+
+    @property
+    def module(self) -> str:
+        """Return the path of the innermost module that is running."""
+        return self.modules[self.stack[-1]] if self.stack else ""
+
+    def track(self, value: object) -> Track:
+        """Return the exponent of an operand."""
+        if not isinstance(value, Tensor) or not rules.holds_values(value):
+            return Track(({},), constant=True)
+        if id(value) in self._names:
+            return self._parameter(value)
+        return self._tracks.get(value) or Track(({},), constant=True)
+
+    def put(self, out: Any, track: Track) -> None:
+        """Give all floating-point tensors among an operation's results an exponent."""
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and rules.holds_values(leaf) and id(leaf) not in self._names:
+                self._tracks[leaf] = track
+
+    def _operand(self, tensor: Tensor, *, written: bool) -> Track:
+        """Return the exponent of a tensor that is read; one made as zeros may have been written by another name."""
+        track = self.track(tensor)
+        if track.forms is None and not written and bool((tensor != 0).any()):
+            track.forms = ({},)
+        return track
+
+    def add_constant(self, constant: Track) -> None:
+        """Note that a constant is added to a tensor that could be scaled, and where scaling would have to follow."""
+        module = self.module if constant.origin is None else constant.origin
+        self.constant_sums.append((len(self.operations) - 1, module))
+
+    def _parameter(self, parameter: Tensor) -> Track:
+        name = self._names[id(parameter)]
+        if name not in self.parameters:
+            dim, cuts = self.cuts.get(name, (-1 if parameter.ndim < 2 else -2, None))
+            names = [name] if cuts is None else [f"{name}[{':'.join(map(str, cut))}]" for cut in cuts]
+            forms = tuple(self.equations.unknown(each) for each in names)
+            self.parameters[name] = Track(forms, cuts, dim, parameter=name)
+        return self.parameters[name]
+
+    def equate(self, first: Form, second: Form, why: str) -> None:
+        """Add an equation, with the module that it comes from as its reason."""
+        self.equations.equate(first, second, f"{self.module or 'the model'} ({why})")
+
+    def single(self, track: Track) -> Form | None:
+        """Return one exponent for the whole tensor; parts that had exponents of their own are made equal."""
+        if track.forms is None:
+            return None
+        for form in track.forms[1:]:
+            self.equate(track.forms[0], form, "uses the parts of a fused tensor together")
+        return track.forms[0]
+
+    def pin(self, track: Track, why: str) -> None:
+        """Make an exponent 0."""
+        for form in track.forms or ():
+            self.equate(form, {}, why)
+
+    def add_number(self, value: float, form: Form, why: str) -> None:
+        """Scale a number that is added to a tensor of exponent `form`, or make that exponent 0.
+
+        The number can be scaled if the running module keeps it in an attribute for an epsilon.
+        """
+        if not self.equations.resolve(form):
+            return
+        held = vars(self.stack[-1]) if self.stack else {}
+        names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
+        if not names:
+            self.equate(form, {}, why)
+            return
+        place = Constant(self.module, names[0])
+        if place not in self.constants:
+            self.constants[place] = self.equations.unknown(f"{place.module}.{place.attribute}")
+        self.equate(self.constants[place], form, why)
+
+    def offset(self, track: Track, number: float) -> Track:
+        """Return the exponent of a parameter plus a number, as of the ``1 + weight`` in Gemma's norms."""
+        name = track.parameter or ""
+        if name not in self.offsets:
+            self.pin(track, "adds a number to a parameter")
+            self.offsets[name] = self.equations.unknown(f"{name} + {number:g}"), number
+        return Track((self.offsets[name][0],))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = function._schema.name.partition("::")[2]
+        first = args[0] if name in VIEWS or name.endswith("_") else None
+        tracks = [self._operand(tensor, written=tensor is first) for tensor in tensors]
+        out = function(*args, **kwargs)
+        if all(track.constant for track in tracks):
+            self._constant(name, args, tracks, out)
+            return out
+        operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
+        self.operations.append(operation)
+        rules.apply(self, operation, args, kwargs, out)
+        if name not in VIEWS:
+            self._record(operation, out)
+        return out
+
+    def _constant(self, name: str, args: Any, tracks: list[Track], out: Any) -> None:
+        """Give a tensor that does not depend on the model the exponent 0, or every exponent if it holds zeros."""
+        zeros = rules.makes_zeros(name, args)
+        if tracks and name in VIEWS:
+            self.put(out, tracks[0])
+        elif tracks and name.endswith("_"):  # seen through all views of this memory
+            tracks[0].forms = tracks[0].forms if zeros else ({},)
+            self.put(out, tracks[0])
+        else:
+            origin = tracks[0].origin if tracks and name in COPIES | HOMOGENEOUS else None
+            self.put(out, Track(None if zeros else ({},), constant=True, origin=origin))
+
+    def _record(self, operation: Operation, out: Any) -> None:
+        """Keep the exponents and peaks of an operation's first result that would be FP16."""
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            track = self._tracks.get(tensor)
+            if track is None or track.constant:
+                continue
+            track.producer = len(self.operations) - 1
+            if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
+                parts = [tensor] if track.cuts is None else [tensor[..., slice(*cut)] for cut in track.cuts]
+                operation.forms = track.forms or ()
+                operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+
+    @contextmanager
+    def running(self) -> Iterator[Tracer]:
+        """Trace what runs inside, without gradients."""
+        hooks = torch.nn.modules.module
+        handles = [hooks.register_module_forward_hook(self._leave, always_call=True)]
+        handles += [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.modules]
+        try:
+            with torch.no_grad(), self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Note which module runs; the inputs of an outermost module have exponents of their own."""
+        changed = None if self.stack else self._enter_outermost(module, args, kwargs)
+        self.stack.append(module)
+        return changed
+
+    def _enter_outermost(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replace the inputs by views with exponents of their own; a tensor that is passed twice has one."""
+        name, bound = self.modules[module], bind(module, args, kwargs)
+        inputs, known = self.inputs.setdefault(name, {}), self.known.setdefault(name, {})
+        powers = self._powers[0].get(name, {})
+        views: dict[int, Tensor] = {}
+
+        def enter(path: str, tensor: Tensor) -> Tensor:
+            known[path] = known.get(path, True) and tensor.dtype == TRACED
+            if id(tensor) in self._names:
+                return tensor
+            if path not in inputs:
+                inputs[path] = self.equations.unknown(f"input {path} of {name or 'the model'}")
+            if id(tensor) in views:
+                self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
+                return views[id(tensor)]
+            view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
+            operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
+            if operation.forms:
+                operation.peaks = self._peak(view)
+            self.operations.append(operation)
+            self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
+            return view
+
+        bound.arguments.update(replaced(dict(bound.arguments), enter))
+        return bound.args, bound.kwargs
+
+    def _peak(self, tensor: Tensor) -> Tensor:
+        """Return the largest magnitude of a tensor, unseen by the trace."""
+        self._paused = True
+        try:
+            return tensor.abs().amax().float().reshape(1)
+        finally:
+            self._paused = False
+
+    def _times(self, tensor: Tensor, power: int) -> Tensor:
+        """Return a new tensor object with a tensor's values times a power of two, unseen by the trace."""
+        self._paused = True
+        try:
+            return tensor * 2.0**power if power else tensor.detach()
+        finally:
+            self._paused = False
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Note which operations made a module's result; what leaves an outermost module has the exponent 0.
+
+        Hidden states and embeddings may have another inside of the model, and are multiplied back where they leave it.
+        """
+        if not self.stack or self.stack[-1] is not module:
+            return None
+        name, outermost = self.modules[module], len(self.stack) == 1
+        leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
+        self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
+        if name in self.epilogues:
+            self._scale_results(name, leaves)
+        for _, leaf, track in leaves:
+            if track.constant and track.origin is None and name not in self.epilogues:
+                track.origin = name
+                self._tracks[leaf] = track
+        changed = self._leave_outermost(module, output) if outermost else None
+        self.stack.pop()
+        return changed
+
+    def _leave_outermost(self, module: torch.nn.Module, output: Any) -> Any:
+        """Return the output with copies in the place of what is multiplied back."""
+        name = self.modules[module]
+        outputs, powers = self.outputs.setdefault(name, {}), self._powers[1].get(name, {})
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, Tensor):  # an output of a class that torch does not look into
+                for _, tensor in float_leaves(getattr(leaf, "__dict__", {})):
+                    self.pin(self.track(tensor), "returns it")
+
+        def leave(path: str, tensor: Tensor) -> Tensor:
+            self.returned.setdefault(name, set()).add(path)
+            track = self.track(tensor)
+            hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
+            if track.constant or not hidden:
+                self.pin(track, f"returns {path or 'it'}")
+                return tensor
+            outputs[path] = self.single(track) or {}
+            copy = self._times(tensor, powers.get(path, 0))
+            self._tracks[copy] = Track(({},))
+            return copy
+
+        return replaced(output, leave)
+
+    def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
+        """Add the exponent of a module's epilogue to those of its results."""
+        epilogue = self.epilogues[name] or self.equations.unknown(f"results of {name}")
+        self.epilogues[name] = epilogue
+        for _, leaf, track in leaves:
+            form = self.single(track)
+            if form is not None:
+                self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)
+
+
+def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Return the arguments of a call of a module by name."""
+    return inspect.signature(module.forward).bind(*args, **kwargs)

@@ -1,0 +1,212 @@
+"""Write a scaled checkpoint shard by shard; a run that was interrupted goes on where it ended."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pasa.fp16.checkpoint import Powers
+from pasa.prediction.checkpoint import WEIGHT_FILES, Checkpoint
+
+MANIFEST = "pasa_fp16.json"
+NOTE = "FP16.md"
+NOT_COPIED = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors")
+"""Suffixes of weight files; of a checkpoint's other files all at its top are copied."""
+CHUNK = 1 << 24
+"""Bytes that are hashed at once."""
+
+
+def check_places(folder: Path, out: Path, *, force: bool) -> None:
+    """Refuse an output folder that is the checkpoint's, or holds something else; change nothing."""
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"to-fp16: {str(out)!r} is in the original's folder, which is never changed: name another")
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"to-fp16: {str(out)!r} is a file: name a folder")
+    if force or not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (out / MANIFEST).is_file():
+        raise FileExistsError(f"to-fp16: {str(out)!r} holds other files: name another folder, or add --force")
+    if _read(out / MANIFEST).get("complete"):
+        raise FileExistsError(
+            f"to-fp16: {str(out)!r} holds a converted checkpoint already: name another folder, or add --force"
+        )
+
+
+class Writer:
+    """Writes one scaled checkpoint into a folder.
+
+    Parameters
+    ----------
+    source : Checkpoint
+    folder, out : Path
+    powers : Powers
+    settings : dict
+        All that decides what is written, ready for JSON. A later run goes on only with the same settings.
+    force : bool
+        Replace the checkpoint that `out` holds.
+    written : list of Path
+        Takes the path of each complete file.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        folder: Path,
+        out: Path,
+        powers: Powers,
+        settings: Mapping[str, Any],
+        *,
+        force: bool,
+        written: list[Path],
+    ) -> None:
+        self.source, self.folder, self.out, self.powers = source, folder, out, powers
+        self.written = written
+        self.settings = json.loads(json.dumps(settings))
+        self.shards = sorted(set(source.files.values()))
+        self._begin(force)
+
+    def _begin(self, force: bool) -> None:
+        """Make the folder ready: complete shards of an interrupted run with these settings are kept."""
+        before = _read(self.out / MANIFEST) if (self.out / MANIFEST).is_file() else {}
+        same = not before.get("complete") and before.get("settings") == self.settings
+        if before and not same and not force:
+            raise FileExistsError(
+                f"to-fp16: {str(self.out)!r} holds part of another conversion: name another folder, or add --force"
+            )
+        if not same and self.out.is_dir():
+            for path in [*self.out.glob("*.safetensors"), *self.out.glob("*.safetensors.index.json")]:
+                path.unlink()
+        self._check_space()
+        with _named(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        for path in self.out.glob(".pasa-*"):
+            path.unlink()
+        self._put_json(MANIFEST, {"complete": False, "settings": self.settings})
+
+    def _check_space(self) -> None:
+        place = self.out
+        while not place.exists():
+            place = place.parent
+        left = [shard for shard in self.shards if not (self.out / shard).is_file()]
+        needed = sum((self.folder / shard).stat().st_size for shard in left) // (2 if self._is_wide() else 1)
+        free = shutil.disk_usage(place).free
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC, f"to-fp16 needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free", str(self.out)
+            )
+
+    def _is_wide(self) -> bool:
+        """Return whether the original is in FP32, so that its files become half as large."""
+        return self.source.get(next(iter(sorted(self.source.files)))).dtype.itemsize >= 4
+
+    def write(self, config: Mapping[str, Any], note: str, details: Mapping[str, Any]) -> int:
+        """Write all files, the manifest last; return how many shards were there already.
+
+        Raises
+        ------
+        OSError
+            The disk is full or cannot be written. Complete shards stay, and a second call goes on.
+        ValueError
+            A tensor is not finite, or FP16 cannot hold it.
+        """
+        kept = total = 0
+        for shard in self.shards:
+            if (self.out / shard).is_file():
+                kept += 1
+            else:
+                self._write_shard(shard)
+            total += _data_size(self.out / shard)
+        self._write_index(total)
+        self._copy_others()
+        self._put_json("config.json", config)
+        self._put(NOTE, lambda place: place.write_text(note, encoding="utf-8"))
+        self._put_json(MANIFEST, {"complete": True, "settings": self.settings, **details})
+        return kept
+
+    def _write_shard(self, shard: str) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        names = sorted(name for name, file in self.source.files.items() if file == shard)
+        tensors = {name: self.powers.apply(name, self.source.get(name)).contiguous() for name in names}
+
+        def save(place: Path) -> None:
+            try:
+                save_file(tensors, str(place), metadata={"format": "pt"})
+            except SafetensorError as error:
+                full = "space left" in str(error) or "os error 28" in str(error)
+                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+
+        self._put(shard, save)
+
+    def _write_index(self, total: int) -> None:
+        for name in WEIGHT_FILES:
+            path = self.folder / f"{name}.index.json"
+            if path.is_file():
+                index = _read(path)
+                index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+                self._put_json(path.name, index)
+
+    def _copy_others(self) -> None:
+        """Copy the tokenizer and all other small files at the top of the folder."""
+        for path in sorted(self.folder.iterdir()):
+            ours = path.name in ("config.json", MANIFEST, NOTE) or path.name.endswith(".index.json")
+            if path.is_file() and not ours and path.suffix not in NOT_COPIED and not path.name.startswith("."):
+                self._put(path.name, lambda place, path=path: shutil.copyfile(path, place))  # type: ignore[misc]
+
+    def _put_json(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        self._put(name, lambda place: place.write_text(text, encoding="utf-8"))
+
+    def _put(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file under a temporary name, then rename it: under its own name it is whole."""
+        place = self.out / f".pasa-{name}"
+        try:
+            with _named(self.out / name):
+                write(place)
+                os.replace(place, self.out / name)
+            self.written.append(self.out / name)
+        finally:
+            place.unlink(missing_ok=True)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in errors of the system, which name none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def hashes(source: Checkpoint, folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of config.json and of each file of weights."""
+    digests = {}
+    for name in ["config.json", *sorted(set(source.files.values()))]:
+        digest = hashlib.sha256()
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+        digests[name] = digest.hexdigest()
+    return digests
+
+
+def _data_size(path: Path) -> int:
+    """Return the bytes of tensors in a safetensors file, without its head."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

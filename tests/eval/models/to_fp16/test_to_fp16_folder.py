@@ -1,0 +1,337 @@
+"""`pasa to-fp16`: the same function from a folder, in FP16, by transformers alone; and what it refuses."""
+
+import json
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from pasa.eval import cli
+from pasa.eval.models.to_fp16 import run
+from pasa.eval.models.to_fp16.run import run_to_fp16
+from pasa.fp16 import writing
+from pasa.fp16.checkpoint import CheckpointConversion
+from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, save, tokenizer
+
+COMPARED = {"finite": True, "perplexity": 9.0, "perplexity_before": 9.0, "dtype_before": "float32", "top1": 1.0}
+IDS = torch.arange(3, 40)[None]
+
+
+def load(model, folder, dtype):
+    """Load a folder by plain transformers; `_grouped_mm` has no FP64."""
+    experts = {"experts_implementation": "eager"} if hasattr(model.config, "moe_intermediate_size") else {}
+    return type(model).from_pretrained(folder, dtype=dtype, **experts).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.double()
+
+
+def error(result, truth):
+    return ((result - truth).abs().max() / truth.abs().max()).item()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """A folder in several shards, which no test may change."""
+    folder = tmp_path_factory.mktemp("qwen2") / "model"
+    save("qwen2", folder, max_shard_size="20KB")
+    before = contents(folder)
+    yield folder
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_written_checkpoint_computes_the_same_and_stays_finite(family, tmp_path):
+    """The weights are multiples of 1/64, so that nothing is rounded; Gemma's own code casts to FP32."""
+    model = save(family, tmp_path / "model", max_shard_size="20KB")
+    result = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert result["gate"]["passed"]
+    assert result["settings"]["config"]
+    assert result["shards"] > 3
+    truth = logits(load(model, tmp_path / "model", torch.float64))
+    assert error(logits(load(model, tmp_path / "out", torch.float64)), truth) < (1e-6 if family == "gemma3" else 1e-12)
+    plain, scaled = (logits(load(model, tmp_path / name, torch.float16)) for name in ("model", "out"))
+    assert not plain.isfinite().all(), "nothing overflows here"
+    assert scaled.isfinite().all()
+    assert error(scaled, truth) < 5e-3
+
+
+def test_what_a_checkpoint_cannot_say_is_refused_by_name(tmp_path, refused):
+    """OPT's epsilons are in its code, so its stream cannot be scaled in a folder."""
+    from transformers.models.opt import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32))
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.mul_(2.0**22)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    line = refused("to-fp16", str(tmp_path / "model"), str(tmp_path / "out"))
+    assert "model.decoder.layers" in line
+    assert "pasa.to_fp16" in line
+    assert not (tmp_path / "out").exists()
+
+
+class Positions(torch.nn.Embedding):
+    """Adds sines, which no parameter holds."""
+
+    def forward(self, ids):
+        angles = torch.arange(ids.shape[-1])[:, None] / torch.arange(1, self.embedding_dim + 1)
+        return super().forward(ids) + angles.sin().to(self.weight.dtype)
+
+
+def test_results_that_would_have_to_be_scaled_behind_their_module_are_refused_by_name():
+    """`pasa.to_fp16` scales such results by a hook, which a checkpoint does not have."""
+    model = build("llama")
+    model.model.embed_tokens.__class__ = Positions
+    conversion = CheckpointConversion(model, lambda: model(IDS), 4.0)
+    with pytest.raises(NotImplementedError, match=r"^to-fp16: model.embed_tokens adds .* call pasa.to_fp16$"):
+        conversion.plan_checkpoint()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_of_any_precision_that_overflows_nowhere_is_only_converted(dtype, tmp_path):
+    from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS)).to(dtype)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    result = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert (result["settings"]["powers"], result["settings"]["config"]) == ({}, {})
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name].half()) for name in before)
+
+
+def test_a_written_checkpoint_that_predicts_other_tokens_fails(qwen2, tmp_path, monkeypatch):
+    """Story: in a post-norm model, values that the scaling made subnormal were amplified by the next norm."""
+    monkeypatch.setattr(run, "compare", lambda *_: dict(COMPARED, top1=0.5))
+    result = run_to_fp16(str(qwen2), str(tmp_path))
+    assert not result["gate"]["passed"]
+    assert "predicts other tokens" in run.verdict(result)
+    assert "computes infinity" in run.verdict(result | {"check": dict(COMPARED, finite=False)})
+
+
+def test_shards_index_and_tokenizer_are_those_of_the_original(qwen2, tmp_path):
+    run_to_fp16(str(qwen2), str(tmp_path), skip_check=True)
+    index, original = (
+        json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (tmp_path, qwen2)
+    )
+    assert index["weight_map"] == original["weight_map"]
+    tensors = [load_file(tmp_path / name) for name in sorted(set(index["weight_map"].values()))]
+    assert index["metadata"]["total_size"] == sum(x.nbytes for shard in tensors for x in shard.values())
+    assert {x.dtype for shard in tensors for x in shard.values()} == {torch.float16}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in qwen2.iterdir()} | {
+        "pasa_fp16.json",
+        "FP16.md",
+    }
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
+    manifest = json.loads((tmp_path / "pasa_fp16.json").read_text())
+    assert all((manifest["complete"], manifest["settings"]["powers"], manifest["peaks"]))
+    assert len(manifest["settings"]["source"]) == len(tensors) + 1
+
+
+def test_weights_to_which_the_model_adds_a_number_are_fp32_and_the_head_stays_tied(tmp_path):
+    model = save("gemma3", tmp_path / "model")
+    run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"), skip_check=True)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in written
+    listed = json.loads((tmp_path / "out" / "pasa_fp16.json").read_text())["settings"]["fp32"]
+    assert {name for name, x in written.items() if x.dtype == torch.float32} == set(listed)
+    assert "model.norm.weight" in listed, "the last norm undoes the power of the tied embedding"
+    loaded = load(model, tmp_path / "out", torch.float16)
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_hidden_states_inside_are_listed_with_their_powers(tmp_path):
+    model = save("llama", tmp_path / "model")
+    result = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"), skip_check=True)
+    with torch.no_grad():
+        before, after = (
+            load(model, tmp_path / name, torch.float64)(IDS, output_hidden_states=True).hidden_states
+            for name in ("model", "out")
+        )
+    powers = [result["hidden_states"].get(f"['hidden_states'][{index}]", 0) for index in range(len(before))]
+    assert any(powers)
+    assert all(error(x * 2.0**p, y) < 1e-12 for x, y, p in zip(after, before, powers, strict=True))
+    assert "hidden_states" in (tmp_path / "out" / "FP16.md").read_text()
+
+
+def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch, capsys):
+    out, write = tmp_path / "out", writing.Writer._write_shard
+
+    def stop_at_the_third(self, shard):
+        if shard == self.shards[2]:
+            raise KeyboardInterrupt
+        write(self, shard)
+
+    monkeypatch.setattr(writing.Writer, "_write_shard", stop_at_the_third)
+    with pytest.raises(SystemExit):
+        cli.main(["to-fp16", str(qwen2), str(out), "--skip-check"])
+    assert "complete: " in (line := capsys.readouterr().err)
+    assert "the same command goes on" in line
+    monkeypatch.undo()
+    assert len(list(out.glob("*.safetensors"))) == 2
+    assert not (out / "config.json").exists()
+    with pytest.raises(FileExistsError, match="another conversion"):
+        run_to_fp16(str(qwen2), str(out), margin=64, skip_check=True)
+    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["kept_shards"] == 2
+    run_to_fp16(str(qwen2), str(tmp_path / "whole"), skip_check=True)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_ends_in_one_line_and_a_second_run_goes_on(qwen2, tmp_path, refused):
+    """Files stop growing in the middle of a shard, as on a disk that is full."""
+    out = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+        assert "model-0000" in refused("to-fp16", str(qwen2), str(out), "--skip-check")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(out.glob(".pasa-*")), "no half file is left"
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.keys()
+    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["gate"]["passed"]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(qwen2, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 0, 10))
+    assert "GB are free" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--skip-check")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that must exit with 2 and one line on stderr; return the line."""
+
+    def refuse(*arguments):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        lines = capsys.readouterr().err.splitlines()
+        assert (stopped.value.code, len(lines)) == (2, 1), lines
+        return lines[0]
+
+    return refuse
+
+
+def change_config(folder, **entries):
+    config = json.loads((folder / "config.json").read_text()) | entries
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def gguf(folder):
+    (folder / "config.json").unlink()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+
+
+def pipeline(folder):
+    (folder / "model_index.json").write_text("{}")
+
+
+def awq(folder):
+    change_config(folder, quantization_config={"quant_method": "awq"})
+
+
+def old_gptq(folder):
+    (folder / "quantize_config.json").write_text("{}")
+
+
+def edit_weights(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def packed(folder):
+    edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)}))
+
+
+def infinite(folder):
+    edit_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
+
+
+def strange(folder):
+    edit_weights(folder, lambda tensors: tensors.update({"mtp.0.weight": torch.zeros(2, 2)}))
+
+
+def missing(folder):
+    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def unknown(folder):
+    change_config(folder, architectures=["WonderForCausalLM"], model_type="wonder")
+
+
+def encoder(folder):
+    change_config(folder, architectures=["BertModel"], model_type="bert")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_tokenizer, "has no tokenizer"),
+        (adapter, "LoRA"),
+        (gguf, "GGUF"),
+        (pipeline, "pipeline"),
+        (awq, "AWQ"),
+        (old_gptq, "GPTQ"),
+        (packed, "qweight"),
+        (infinite, "model.norm.weight"),
+        (strange, "mtp.0.weight"),
+        (missing, "model.norm.weight"),
+        (unknown, "WonderForCausalLM"),
+        (encoder, "BertModel"),
+    ],
+)
+def test_folders_that_cannot_be_converted_are_refused_in_one_line(damage, message, tmp_path, refused):
+    folder = tmp_path / "model"
+    save("qwen2", folder)
+    damage(folder)
+    before = contents(folder)
+    assert message in refused("to-fp16", str(folder), str(tmp_path / "out"))
+    assert contents(folder) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_that_cannot_be_written_are_refused_in_one_line(qwen2, tmp_path, refused):
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").touch()
+    for out, message in ((qwen2, "original"), (qwen2 / "fp16", "original"), (tmp_path / "file", "is a file")):
+        assert message in refused("to-fp16", str(qwen2), str(out))
+    assert "--force" in refused("to-fp16", str(qwen2), str(tmp_path / "full"))
+    assert "margin=0.5" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--margin", "0.5")
+    assert "no file" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--sample", "no file")
+    assert "GGUF" in refused("to-fp16", str(tmp_path / "model.gguf"), str(tmp_path / "out"))
+    assert "not a folder" in refused("to-fp16", str(tmp_path / "nothing"), str(tmp_path / "out"))
+
+
+def test_force_replaces_a_converted_checkpoint(qwen2, tmp_path, refused):
+    run_to_fp16(str(qwen2), str(tmp_path), skip_check=True)
+    assert "converted checkpoint already" in refused("to-fp16", str(qwen2), str(tmp_path))
+    (tmp_path / "model-of-another.safetensors").touch()
+    assert run_to_fp16(str(qwen2), str(tmp_path), margin=64, force=True, skip_check=True)["kept_shards"] == 0
+    assert not (tmp_path / "model-of-another.safetensors").exists()

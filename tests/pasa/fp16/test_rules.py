@@ -1,0 +1,96 @@
+"""Exponents of operators: each rule is compared with what the operator does to scaled operands."""
+
+import pytest
+import torch
+from torch import nn
+
+from pasa.fp16.tracing import Tracer
+
+X = torch.linspace(-2, 3, 24).reshape(4, 6).bfloat16()
+
+
+class Model(nn.Module):
+    """A model of one weight and one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(X.clone())
+        self.function = function
+
+    def forward(self):
+        return (self.function(self.weight),)
+
+
+def exponents(function):
+    """Return the exponents of the weight and of a result, as multiples of the weight's; 0 where it cannot be scaled."""
+    model = Model(function)
+    tracer = Tracer({"": model}, {})
+    tracer.pin = lambda track, why: None if why.startswith("returns") else Tracer.pin(tracer, track, why)
+    with tracer.running():
+        out = model()[0]
+        form = tracer.single(tracer.track(out))
+    return [tracer.equations.resolve(each).get(0, 0) for each in ({0: 1}, form)]
+
+
+def zeros_then_written(weight):
+    memory = torch.zeros(4, 12, dtype=weight.dtype)
+    memory[:, :6] = weight
+    return memory
+
+
+def written_then_filled(weight):
+    memory = torch.empty(4, 6, dtype=weight.dtype)
+    view = memory[:2]
+    memory.fill_(1.0)
+    return view.add_(weight[:2])
+
+
+def multiplied_in_place(weight):
+    memory = weight.clone()
+    view = memory[:2]
+    memory.mul_(weight)
+    return view * 1
+
+
+HOMOGENEOUS = {
+    "sum of products": (lambda w: w @ w.T, 2),
+    "square": (lambda w: w**2, 2),
+    "root": (lambda w: (w * w).sqrt(), 1),
+    "quotient": (lambda w: w / w.abs().sum(), 0),
+    "relu": (torch.relu, 1),
+    "concatenation": (lambda w: torch.cat([w, 3 * w]), 1),
+    "variance": (lambda w: w.var(-1), 2),
+    "memory that was zero": (zeros_then_written, 1),
+    "product in place": (multiplied_in_place, 2),
+    "maximum with 0": (lambda w: w.clamp(min=0), 1),
+    "mask by infinity": (lambda w: w.masked_fill(w > 0, float("-inf")), 1),
+    "rotation of pairs": (lambda w: torch.view_as_real(torch.view_as_complex(w.float().reshape(4, 3, 2))), 1),
+    "sorting": (lambda w: w.sort().values, 1),
+    "a where with zeros": (lambda w: torch.where(w > 0, w, 0.0), 1),
+}
+PINNED = {
+    "exponential": torch.exp,
+    "a number added": lambda w: w * 1 + 1.0,
+    "a sum with its square": lambda w: w + w**2,
+    "gelu": nn.functional.gelu,
+    "a bound": lambda w: w.clamp(max=1.0),
+    "comparison with a number": lambda w: w * (w > 1.0),
+    "whole numbers": lambda w: w + w.to(torch.int32),
+    "memory filled through a view": written_then_filled,
+    "a where with a number": lambda w: torch.where(w > 0, w, 5.0),
+    "an operator without a rule": lambda w: torch.erfinv(w / 4),
+    "padding by a number": lambda w: nn.functional.pad(w, (1, 1), value=2.0),
+}
+
+
+@pytest.mark.parametrize("name", HOMOGENEOUS)
+def test_homogeneous_operators_have_their_degree(name):
+    function, degree = HOMOGENEOUS[name]
+    assert exponents(function) == [1, degree]
+    weight = X.float()
+    assert torch.equal(function(4 * weight), function(weight) * 4.0**degree), "the operator itself"
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_what_is_not_homogeneous_keeps_its_operands_unscaled(name):
+    assert exponents(PINNED[name]) == [0, 0]

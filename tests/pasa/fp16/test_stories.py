@@ -1,0 +1,210 @@
+"""What makes whole models hard to scale, one story each: tied heads, post-norms, fused tensors, routers, experts."""
+
+import pytest
+import torch
+from torch import nn
+
+import pasa
+from pasa.fp16.conversion import Conversion
+from tests.pasa.fp16.models import IDS, large, outputs
+from tests.pasa.fp16.test_families import error, plan_of
+
+
+def powers_of(plan, name):
+    """Return the exponents of a parameter by part; the whole parameter is the part None."""
+    return {cut: power for _, cut, power in plan.scales.get(name, [])}
+
+
+def test_a_tied_head_is_undone_by_the_last_norm():
+    """The embedding starts the stream, so the head that shares it is scaled too; the last norm takes 2**s."""
+    plan = plan_of(large("qwen2_tied"), "qwen2_tied")
+    stream = powers_of(plan, "model.embed_tokens.weight")[None]
+    assert stream > 0
+    assert powers_of(plan, "model.norm.weight") == {None: -stream}
+    gpt2 = plan_of(large("gpt2"), "gpt2")
+    stream = powers_of(gpt2, "transformer.wte.weight")[None]
+    assert powers_of(gpt2, "transformer.ln_f.weight") == powers_of(gpt2, "transformer.ln_f.bias") == {None: -stream}
+    assert powers_of(gpt2, "transformer.wpe.weight") == {None: stream}
+
+
+def test_an_untied_head_and_its_norm_stay():
+    plan = plan_of(large("qwen2"), "qwen2")
+    assert not powers_of(plan, "model.norm.weight")
+    assert not powers_of(plan, "lm_head.weight")
+
+
+def test_writers_are_scaled_with_their_biases():
+    plan = plan_of(large("llama"), "llama")
+    stream = powers_of(plan, "model.embed_tokens.weight")[None]
+    for name in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
+        assert powers_of(plan, f"model.layers.1.{name}") == {None: stream}
+
+
+def test_epsilons_of_readers_take_twice_the_exponent():
+    plan = plan_of(large("llama"), "llama")
+    stream = powers_of(plan, "model.embed_tokens.weight")[None]
+    scaled = {place.module: power for place, power in plan.constants.items()}
+    assert scaled["model.layers.1.input_layernorm"] == scaled["model.norm"] == 2 * stream
+
+
+def test_a_post_norm_model_keeps_its_stream_and_scales_within_blocks():
+    """OPT-350m norms after each sum, so no hidden state is large: only sums between two norms are."""
+    plan = plan_of(large("opt_post_norm"), "opt_post_norm")
+    assert not any(plan.outputs[""].values())
+    assert powers_of(plan, "model.decoder.layers.1.fc2.bias")[None] > 0
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi3", "glm"])
+def test_of_a_fused_gate_and_up_projection_only_up_is_scaled(family):
+    """The gate goes through SiLU, which is not homogeneous."""
+    model = large(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate_up_proj.weight[64:] *= 1e5
+            layer.mlp.down_proj.weight *= 1 if family == "glm4" else 1e-5
+    truth = outputs(model, family)
+    plan = plan_of(model, family)
+    powers = powers_of(plan, "model.layers.0.mlp.gate_up_proj.weight")
+    assert powers.get((0, 64, 1), 0) == 0
+    assert powers[64, 128, 1] > 0
+    pasa.to_fp16(model, lambda each: outputs(each, family))
+    assert error(outputs(model, family), truth) < 1e-2
+
+
+def test_t5_streams_that_share_an_embedding_have_one_power():
+    """The position bias is added to attention scores and stays."""
+    plan = plan_of(large("t5"), "t5")
+    stream = powers_of(plan, "shared.weight")[None]
+    assert stream > 0
+    for side, index in (("encoder", 1), ("decoder", 2)):
+        block = f"{side}.block.1.layer"
+        assert powers_of(plan, f"{block}.{index}.DenseReluDense.wo.weight") == {None: stream} or any(
+            powers_of(plan, f"{block}.{index}.DenseReluDense.{name}.weight") for name in ("wi", "wo")
+        )
+        assert powers_of(plan, f"{block}.0.SelfAttention.o.weight")[None] > 0
+        assert not powers_of(plan, f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "clip_text", "siglip_vision"])
+def test_hidden_states_that_leave_a_model_are_true(family):
+    """Pipelines read hidden_states[-2]; FP16 cannot hold it, so it leaves in FP32."""
+    model = large(family)
+    state = f"['hidden_states'][{len(outputs(model, family)) - (3 if family == 'qwen2' else 4)}]"
+    truth = outputs(model, family)[state]
+    assert truth.abs().max() > 65504
+    pasa.to_fp16(model, lambda each: outputs(each, family))
+    hidden = outputs(model, family)[state]
+    assert hidden.dtype == torch.float32
+    torch.testing.assert_close(hidden, truth, rtol=0, atol=5e-3 * truth.abs().max().item())
+
+
+def test_gemma_norms_keep_one_plus_weight_in_fp32():
+    model = large("gemma3")
+    plan = plan_of(model, "gemma3")
+    assert plan.offsets["model.layers.0.post_feedforward_layernorm.weight"][0] > 0
+    pasa.to_fp16(model, lambda each: outputs(each, "gemma3"))
+    assert model.model.layers[0].post_feedforward_layernorm.weight.dtype == torch.float32
+
+
+def test_clip_embeddings_stay_and_their_norm_is_scaled():
+    """In CLIP's image encoder the stream begins behind pre_layrnorm."""
+    plan = plan_of(large("clip_vision"), "clip_vision")
+    name = "vision_model.pre_layrnorm"
+    assert powers_of(plan, f"{name}.weight")[None] == powers_of(plan, f"{name}.bias")[None] > 0
+    assert not any(place.module == name for place in plan.constants)
+    assert not any("embedding" in each for each in plan.scales)
+
+
+@pytest.mark.parametrize(
+    ("family", "router"), [("qwen2_moe", "mlp.gate"), ("qwen3_moe", "mlp.gate"), ("gpt_oss", "mlp.router")]
+)
+def test_routers_read_a_norm_and_stay(family, router):
+    plan = plan_of(large(family), family)
+    assert not any(router in name.split(".experts")[0] and "proj" not in name for name in plan.scales)
+    assert any("down_proj" in name for name in plan.scales)
+
+
+class Experts(nn.Module):
+    """Residual layers of experts in a list, of which each token uses one, as in older models."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(experts)
+        )
+        self.extra = nn.Linear(8, 8)
+        self.last = nn.LayerNorm(8)
+
+    def forward(self, input_ids, extra=False):
+        stream = self.embedding(input_ids)
+        normed = self.norm(stream)
+        for index in input_ids.unique().tolist():
+            chosen = input_ids == index
+            stream = stream.index_put((chosen,), stream[chosen] + self.experts[index % 4](normed[chosen]))
+        if extra:
+            stream = stream + self.extra(normed)
+        return self.last(stream)
+
+
+def convert(model, run):
+    """Convert a model that has no attention to patch."""
+    conversion = Conversion({"": model}, run, 4.0)
+    conversion.plan_and_convert()
+    conversion.run_in_fp16()
+
+
+def experts():
+    """Return a model whose experts write up to 1e6."""
+    torch.manual_seed(0)
+    model = Experts().eval()
+    with torch.no_grad():
+        for each in model.experts:
+            each[2].weight.mul_(1e6)
+            each[2].bias.mul_(1e6)
+    return model
+
+
+def test_experts_that_the_sample_does_not_reach_are_scaled_like_their_siblings():
+    model, ids = experts(), torch.arange(4)[None]
+    with torch.no_grad():
+        truth = model(ids)
+        convert(model, lambda: model(ids[:, :2]))
+        torch.testing.assert_close(model(ids).float(), truth, rtol=0, atol=5e-3)
+
+
+def test_modules_without_siblings_that_the_sample_does_not_reach_are_refused():
+    model, ids = experts(), torch.arange(4)[None]
+    convert(model, lambda: model(ids))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="the sample did not reach extra"):
+        model(ids, extra=True)
+
+
+class Shifted(nn.Sequential):
+    """Adds numbers that no parameter holds."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.arange(8, dtype=x.dtype)
+
+
+def test_experts_whose_siblings_are_scaled_behind_them_are_refused():
+    """The factor behind a sibling belongs to that module alone."""
+    model, ids = experts(), torch.arange(4)[None]
+    for each in model.experts:
+        each.__class__ = Shifted
+    with torch.no_grad():
+        truth = model(ids[:, :2])
+        convert(model, lambda: model(ids[:, :2]))
+        torch.testing.assert_close(model(ids[:, :2]).float(), truth, rtol=0, atol=5e-3)
+        with pytest.raises(RuntimeError, match=r"the sample did not reach experts\.2"):
+            model(ids)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2", "gpt_oss"])
+def test_experts_in_one_tensor_have_one_power_whether_reached_or_not(family):
+    """The sample holds two tokens, so that some experts are not reached; other tokens reach them."""
+    model = large(family)
+    truth = outputs(model, family)
+    pasa.to_fp16(model, {"input_ids": IDS[:, :2], "use_cache": False, "output_hidden_states": True})
+    assert error(outputs(model, family), truth) < 2e-2
