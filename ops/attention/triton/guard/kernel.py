@@ -9,13 +9,15 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, is_finite, load_keys
 
+LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up to here cannot be rounded to infinity
+
 
 @triton.jit
 def load_columns(
-    p_k, p_seen, stride_kb, stride_kh, stride_kn, stride_seen, heads, keys, splits,
-    HAS_SEEN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
+    splits, HAS_SEEN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys (BLOCK, WIDTH) of a program, in FP32.
+    """Load the keys and values (BLOCK, WIDTH) of a program, in FP32.
 
     Also returns which of them some row sees (BLOCK, 1), the number of the key head among all, the split, and the
     columns (WIDTH,).
@@ -27,31 +29,40 @@ def load_columns(
     first = tl.cast(o_split, tl.int64) * BLOCK
     n = keys - o_split * BLOCK
     start = o_slice * WIDTH
-    p_batch = p_k + o_pair // heads * stride_kb
-    b_k = load_keys(p_batch, o_pair % heads, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK).to(tl.float32)
+    batch, head = o_pair // heads, o_pair % heads
+    b_k = load_keys(p_k + batch * stride_kb, head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK)
+    b_v = load_keys(p_v + batch * stride_vb, head, first, n, stride_vh, stride_vn, start, D, WIDTH, BLOCK)
     o_n = tl.arange(0, BLOCK)
     m_key = o_n < n
     if HAS_SEEN:
-        m_key = m_key & (tl.load(p_seen + o_pair // heads * stride_seen + first + o_n, mask=m_key, other=0) != 0)
-    return b_k, m_key[:, None], o_pair, o_split, start + tl.arange(0, WIDTH)
+        m_key = m_key & (tl.load(p_seen + batch * stride_seen + first + o_n, mask=m_key, other=0) != 0)
+    return b_k.to(tl.float32), b_v.to(tl.float32), m_key[:, None], o_pair, o_split, start + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def extremes(b_k, m_key):
-    """Return the smallest and the largest seen key of each column (WIDTH,): -inf and inf if one is not finite."""
+def extremes(b_k, b_v, m_key):
+    """Return the smallest and the largest seen key of each column (WIDTH,), and the largest |v|.
+
+    They are -inf and inf if a key is not finite, and inf if a value is not.
+    """
     m_finite = is_finite(b_k)
     low = tl.min(tl.where(m_key, tl.where(m_finite, b_k, -INF), INF), 0)
-    return low, tl.max(tl.where(m_key, tl.where(m_finite, b_k, INF), -INF), 0)
+    high = tl.max(tl.where(m_key, tl.where(m_finite, b_k, INF), -INF), 0)
+    return low, high, tl.max(tl.where(m_key, tl.where(is_finite(b_v), tl.abs(b_v), INF), 0.0), 0)
 
 
 @triton.jit(do_not_specialize=["stride_seen", "keys", "splits"])
 def scan_kernel(
     p_k,  # (B, Hkv, S, D)
+    p_v,  # (B, Hkv, S, D)
     p_seen,  # (B, S) bytes: 1 for keys that some row sees, with HAS_SEEN
-    p_part,  # (B, Hkv, splits, 2, D) FP32: extremes
+    p_part,  # (B, Hkv, splits, 3, D) FP32: extremes
     stride_kb,
     stride_kh,
     stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
     stride_seen,
     heads,
     keys,
@@ -61,26 +72,32 @@ def scan_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the extremes of BLOCK keys in WIDTH columns."""
-    b_k, m_key, o_pair, o_split, o_d = load_columns(
-        p_k, p_seen, stride_kb, stride_kh, stride_kn, stride_seen, heads, keys, splits, HAS_SEEN, D, WIDTH, BLOCK
-    )
-    low, high = extremes(b_k, m_key)
-    p_out = p_part + (o_pair * splits + o_split) * (2 * D) + o_d
+    """Compute the extremes of BLOCK keys and values in WIDTH columns."""
+    b_k, b_v, m_key, o_pair, o_split, o_d = load_columns(
+        p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
+        splits, HAS_SEEN, D, WIDTH, BLOCK,
+    )  # fmt: skip
+    low, high, top = extremes(b_k, b_v, m_key)
+    p_out = p_part + (o_pair * splits + o_split) * (3 * D) + o_d
     tl.store(p_out, low, mask=o_d < D)
     tl.store(p_out + D, high, mask=o_d < D)
+    tl.store(p_out + 2 * D, top, mask=o_d < D)
 
 
 @triton.jit(do_not_specialize=["stride_seen", "keys", "splits"])
 def shift_columns_kernel(
     p_k,  # as in `scan_kernel`, like every argument without a comment
+    p_v,
     p_seen,
     p_part,  # unless WHOLE
     p_shifted,  # (B, Hkv, S, D) FP16, contiguous: K', with SHIFT
-    p_anchor,  # (B, Hkv, D) FP16: NaN in columns with a key that a row sees and that is not finite
+    p_anchor,  # (B, Hkv, 2, D) FP16: anchors, NaN where a key that a row sees is not finite; the largest |v|
     stride_kb,
     stride_kh,
     stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
     stride_seen,
     heads,
     keys,
@@ -97,20 +114,23 @@ def shift_columns_kernel(
 
     Keys that no row sees may be carried beyond FP16 and are clamped.
     """
-    b_k, m_key, o_pair, o_split, o_d = load_columns(
-        p_k, p_seen, stride_kb, stride_kh, stride_kn, stride_seen, heads, keys, splits, HAS_SEEN, D, WIDTH, BLOCK
-    )
+    b_k, b_v, m_key, o_pair, o_split, o_d = load_columns(
+        p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
+        splits, HAS_SEEN, D, WIDTH, BLOCK,
+    )  # fmt: skip
     if WHOLE:
-        low, high = extremes(b_k, m_key)
+        low, high, top = extremes(b_k, b_v, m_key)
     else:
         low = tl.full((WIDTH,), INF, tl.float32)
         high = tl.full((WIDTH,), -INF, tl.float32)
+        top = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, splits, PARTS):
             o_part = start + tl.arange(0, PARTS)
-            p_tile = p_part + ((o_pair * splits + o_part) * (2 * D))[:, None] + o_d[None, :]
+            p_tile = p_part + ((o_pair * splits + o_part) * (3 * D))[:, None] + o_d[None, :]
             m_tile = (o_part < splits)[:, None] & (o_d < D)[None, :]
             low = tl.minimum(low, tl.min(tl.load(p_tile, mask=m_tile, other=INF), 0))
             high = tl.maximum(high, tl.max(tl.load(p_tile + D, mask=m_tile, other=-INF), 0))
+            top = tl.maximum(top, tl.max(tl.load(p_tile + 2 * D, mask=m_tile, other=0.0), 0))
     near = tl.minimum(tl.abs(low), tl.abs(high))
     far = tl.maximum(tl.abs(low), tl.abs(high))
     shared = (low * high > 0.0) & (far <= 3.0 * near) & (far < INF)
@@ -125,7 +145,9 @@ def shift_columns_kernel(
         b_anchor = tl.zeros_like(b_anchor)
     if o_split == 0:
         bad = (low == -INF) & (high == INF)
-        tl.store(p_anchor + o_pair * D + o_d, tl.where(bad, float("nan"), b_anchor).to(tl.float16), mask=o_d < D)
+        p_out = p_anchor + o_pair * (2 * D) + o_d
+        tl.store(p_out, tl.where(bad, float("nan"), b_anchor).to(tl.float16), mask=o_d < D)
+        tl.store(p_out + D, top.to(tl.float16), mask=o_d < D)
 
 
 @triton.jit
@@ -236,6 +258,8 @@ def finish_kernel(
 
     These are the rows whose query, output or log-sum-exp is not finite, and all rows of a head with a key that is not
     finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as they are.
+    Queries and outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
+    every log-sum-exp is finite.
     """
     o_pair = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -244,24 +268,30 @@ def finish_kernel(
     kv_head = head // group
     o_m = first + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
-    m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
-    p_out += batch * stride_ob + head * stride_oh
     p_lse += batch * stride_lb + head * stride_lh
-    p_q += batch * stride_qb + head * stride_qh
     o_wide = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
-    b_out = tl.load(p_out + (o_wide * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-    b_q = tl.load(p_q + (o_wide * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
     b_lse = tl.load(p_lse + o_wide * stride_lm, mask=o_m < rows, other=0.0)
-    broken = tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1)
-    broken = tl.where(b_lse < INF, broken, 1)  # also where it is NaN
+    broken = tl.where(b_lse < INF, 0, 1)  # also where it is NaN
+    wanted = tl.full((), 1, tl.int32)
     suspect = tl.full((), 0, tl.int32)
     if SCANNED:
-        b_anchor = tl.load(p_anchor + (batch * (heads // group) + kv_head) * D + o_d, mask=o_d < D, other=0.0)
-        b_anchor = b_anchor.to(tl.float32)
+        p_head = p_anchor + (batch * (heads // group) + kv_head) * (2 * D) + o_d
+        b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
+        b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
         suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
-        b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
-        b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
-        tl.store(p_lse + o_wide * stride_lm, b_lse, mask=o_m < rows)
+        wanted = tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1), 0)
+        wanted = tl.maximum(wanted, tl.max(tl.where(tl.abs(b_lse) < INF, 0, 1), 0))
+    if wanted > 0:
+        m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
+        p_out += batch * stride_ob + head * stride_oh
+        p_q += batch * stride_qb + head * stride_qh
+        b_out = tl.load(p_out + (o_wide * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + (o_wide * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        broken = tl.maximum(broken, tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1))
+        if SCANNED:
+            b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
+            b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
+            tl.store(p_lse + o_wide * stride_lm, b_lse, mask=o_m < rows)
     if tl.maximum(suspect, tl.max(broken, 0)) > 0:
         tl.debug_barrier()  # other threads may have stored what the next lines replace
         for row in range(first, tl.minimum(first + BLOCK_M, rows)):

@@ -14,9 +14,11 @@ from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, on_device,
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tiles import pad_dim
 
-TILE = 32768  # elements of K of a program: 64 registers of each thread
+TILE = 8192  # elements of K of a program
+SPLITS = 32  # programs that share the keys of a column; each reads what all of them found
 WIDTH, NARROW = 32, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
-PARTS = 32  # extremes of that many blocks are loaded at a time
+ONE_PASS = 2048  # keys of a program that needs no scan before it
+ELEMENTS = 1024  # of a warp
 BLOCK_M = 32  # query rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
 
@@ -42,28 +44,31 @@ def attend_guarded(
 
 
 def shift_columns(call: KernelCall, *, anchored: bool) -> tuple[Tensor, Tensor]:
-    """Return K' (as k) and anchors (B, Hkv, D), which are NaN in columns with a key that is not finite.
+    """Return K' (as k), and anchors beside the largest |v| of each column (B, Hkv, 2, D).
 
-    Anchors are those of `head_anchors`. Without `anchored` they are 0, and the keys are returned as they are.
+    Anchors are those of `head_anchors`, and NaN in columns with a key that is not finite. Without `anchored` they are
+    0, and the keys are returned as they are.
     """
     k, dim, (batch, heads, keys) = call.k, call.k.shape[3], call.k.shape[:3]
     seen = visible_keys(call)
     seen_bytes = k if seen is None else seen.contiguous().view(torch.uint8)
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format) if anchored else k
-    anchors = k.new_empty((batch, heads, dim))
-    block = min(1 << (keys - 1).bit_length(), TILE // (NARROW if keys <= TILE // NARROW else WIDTH))
-    width, splits = min(pad_dim(dim), WIDTH, TILE // block), -(-keys // block)
-    part = torch.empty((batch, heads, splits, 2, dim), dtype=torch.float32, device=k.device)
+    anchors = k.new_empty((batch, heads, 2, dim))
+    padded = 1 << (keys - 1).bit_length()
+    width = min(pad_dim(dim), NARROW if padded <= ONE_PASS else WIDTH)
+    block = padded if padded <= ONE_PASS else max(TILE // width, padded // SPLITS)
+    splits = -(-keys // block)
+    part = torch.empty((batch, heads, splits, 3, dim), dtype=torch.float32, device=k.device)
     grid = (batch * heads * -(-dim // width) * splits, 1, 1)
-    numbers = *strides_of(k), 0 if seen is None else keys, heads, keys, splits
+    numbers = *strides_of(k), *strides_of(call.v), 0 if seen is None else keys, heads, keys, splits
     sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
-    warps = max(1, min(8, block * width // 1024))
+    warps = max(1, min(16, block * width // ELEMENTS))
     with on_device(k):
         if splits > 1:
-            launch(scan_kernel, grid, (k, seen_bytes, part), numbers, sizes, num_warps=warps)
+            launch(scan_kernel, grid, (k, call.v, seen_bytes, part), numbers, sizes, num_warps=warps)
         launch(
-            shift_columns_kernel, grid, (k, seen_bytes, part, shifted, anchors), numbers,
-            sizes | {"SHIFT": anchored, "WHOLE": splits == 1, "PARTS": PARTS}, num_warps=warps,
+            shift_columns_kernel, grid, (k, call.v, seen_bytes, part, shifted, anchors), numbers,
+            sizes | {"SHIFT": anchored, "WHOLE": splits == 1, "PARTS": SPLITS}, num_warps=warps,
         )  # fmt: skip
     return shifted, anchors
 

@@ -1,7 +1,10 @@
 """The Triton kernels around a device's fused attention, against the torch operators that specify them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
@@ -23,6 +26,7 @@ def biased_call(keys, dim, *, masked=False, strided=False):
     k[:, 0, :, 4:8] = torch.tensor([-60000.0, 0.0, 2.0**-24, -0.0])
     k[:, 1, ::2, 6:8], k[:, 1, 1::2, 6:8] = 2.0, torch.tensor([6.0, 7.0])  # anchors end where keys differ by 3 times
     k[0, 1, keys // 2, 2], k[1, 0, keys - 1, 4] = torch.nan, torch.inf
+    v[0, 0, keys // 2, 3], v[1, 1, 0, 2] = torch.nan, -60000.0
     if strided:  # tokens before heads, at an address that is no multiple of 16 bytes
         k = torch.cat([k.new_zeros(1), k.transpose(1, 2).flatten()])[1:].view(2, keys, 2, dim).transpose(1, 2)
     mask = None
@@ -40,20 +44,23 @@ def biased_call(keys, dim, *, masked=False, strided=False):
 def test_anchors_and_keys_less_them_have_the_bits_of_the_specification(keys, dim, masked):
     call = biased_call(keys, dim, masked=masked, strided=keys % 2 == 1)
     expected = head_anchors(call)
-    shifted, anchors = guard.shift_columns(KernelCall.of(call), anchored=True)
+    shifted, columns = guard.shift_columns(KernelCall.of(call), anchored=True)
+    anchors, values = columns.unbind(2)
     assert expected.any(-1).all()
     assert torch.equal(anchors.nan_to_num()[:, :, None], expected)
     clean = call.k.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) - expected
     assert torch.equal(shifted, clean.clamp(-65504, 65504).half())
     seen = torch.ones_like(call.k, dtype=torch.bool) if call.mask is None else call.mask.mT.expand_as(call.k)
     assert torch.equal(anchors.isnan(), (seen & ~call.k.isfinite()).any(2))
+    assert torch.equal(values, call.v.masked_fill(~seen, 0.0).abs().nan_to_num(nan=torch.inf).amax(2))
 
 
 @pytest.mark.parametrize("keys", [1, 31, 511, 3000])
 def test_without_anchors_keys_that_are_not_finite_are_found(keys):
     k = torch.randn(2, 3, keys, 24).half().to(DEVICE)
     k[1, 2, keys // 2, 17] = -torch.inf
-    same, anchors = guard.shift_columns(KernelCall.of(Call(k, k, k, 1.0)), anchored=False)
+    same, columns = guard.shift_columns(KernelCall.of(Call(k, k, k, 1.0)), anchored=False)
+    anchors = columns[:, :, 0]
     assert same.data_ptr() == k.data_ptr()
     assert anchors.isnan().nonzero().tolist() == [[1, 2, 17]]
     assert not anchors.nan_to_num().any()
@@ -108,13 +115,14 @@ def test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan(bad):
 
 
 def test_rows_that_a_kernel_got_right_keep_their_bits():
-    """Only the rows of a NaN query change, and those that see a NaN key; the kernel hid both."""
+    """Only wrong rows change, the row of a NaN query, and those that see a NaN key; the kernel hid both."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (50, 70), 32, batch=2))
     k[1, 1, 60, 3] = q[1, 0, 20, 8] = torch.nan
+    v[0, 0, 69, 0] = 40000.0
     call = KernelCall.of(Call(q, k, v, 0.2, is_causal=True))
     out, lse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out[0, 0, 7] = -torch.inf
-    lse[0, 1, 9] = torch.nan
+    lse[0, 1, 9], lse[1, 0, 20] = torch.nan, -torch.inf
     _, anchors = guard.shift_columns(call, anchored=False)
     new, new_lse = guard.finish(call, anchors, out.clone(), lse.clone())
     changed = torch.zeros_like(lse, dtype=torch.bool)
@@ -124,6 +132,28 @@ def test_rows_that_a_kernel_got_right_keep_their_bits():
     assert torch.equal(new_lse != lse, changed)
     assert torch.equal(new.isnan().all(-1), changed & (torch.arange(2, device=DEVICE)[:, None, None] == 1))
     assert torch.equal(new_lse.isnan(), new.isnan().all(-1))
+
+
+KERNELS = ["default", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"][
+    : 1 if DEVICE == "cpu" else 5
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "bool"}, {"mask": "fp32"}])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_no_kernel_hides_a_query_in_the_log_sum_exp(kernel, bad, limits, dim):
+    """The guard reads queries and outputs only where the log-sum-exp is not finite."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (77, 77), dim))
+    q[0, 1, 40, 3], q[0, 3, 76] = bad, bad
+    mask = masks(77, 77)[limits.get("mask", "none")]
+    call = Call(q, k, v, 0.2, is_causal="is_causal" in limits, mask=None if mask is None else mask[:1, :1].to(DEVICE))
+    with nullcontext() if kernel == "default" else sdpa_kernel(getattr(SDPBackend, kernel)):
+        _, lse = backend.attend_visible(call)
+    rows = lse.isfinite().logical_not().nonzero().tolist()
+    assert [0, 1, 40] in rows
+    assert [0, 3, 76] in rows
 
 
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "padding"}])
