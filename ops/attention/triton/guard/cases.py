@@ -9,7 +9,7 @@ NOT_FOR_ASCEND = {
     "finish_kernel": "as scan_kernel",
 }
 ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
-COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((32, 1024), (16, 2048)))
+COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((32, 256), (16, 2048)))
 NVIDIA_CASES = [
     make_case(
         scan_kernel,
@@ -32,7 +32,15 @@ NVIDIA_CASES = [
         make_case(
             finish_kernel,
             f"finish_{mask}_d{dim}_{rows}",
-            {"MASK": mask, "SCANNED": rows > 1, "D": dim, "D_PAD": dim, "BLOCK_M": rows, "BLOCK_N": 4096 // dim},
+            {
+                "MASK": mask,
+                "SCANNED": rows > 1,
+                "D": dim,
+                "D_PAD": dim,
+                "BLOCK_L": 16 * rows if rows > 1 else 1,
+                "BLOCK_M": rows,
+                "BLOCK_N": 4096 // dim,
+            },
             architectures=ARCHITECTURES,
         )
         for mask, dim, rows in (("none", 128, 32), ("none", 128, 1), ("bool", 64, 32), ("float", 256, 32))

@@ -7,48 +7,46 @@ program decides from its own numbers whether it has something to repair.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, is_finite, load_keys
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, is_finite
 
 LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up to here cannot be rounded to infinity
 
 
 @triton.jit
-def load_columns(
-    p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
-    splits, HAS_SEEN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Load the keys and values (BLOCK, WIDTH) of a program, in FP32.
-
-    Also returns which of them some row sees (BLOCK, 1), the number of the key head among all, the split, and the
-    columns (WIDTH,).
-    """
-    SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
-    o_split = tl.program_id(0) % splits
-    o_slice = tl.program_id(0) // splits % SLICES
-    o_pair = tl.cast(tl.program_id(0) // splits // SLICES, tl.int64)
-    first = tl.cast(o_split, tl.int64) * BLOCK
-    n = keys - o_split * BLOCK
-    start = o_slice * WIDTH
-    batch, head = o_pair // heads, o_pair % heads
-    b_k = load_keys(p_k + batch * stride_kb, head, first, n, stride_kh, stride_kn, start, D, WIDTH, BLOCK)
-    b_v = load_keys(p_v + batch * stride_vb, head, first, n, stride_vh, stride_vn, start, D, WIDTH, BLOCK)
-    o_n = tl.arange(0, BLOCK)
-    m_key = o_n < n
-    if HAS_SEEN:
-        m_key = m_key & (tl.load(p_seen + batch * stride_seen + first + o_n, mask=m_key, other=0) != 0)
-    return b_k.to(tl.float32), b_v.to(tl.float32), m_key[:, None], o_pair, o_split, start + tl.arange(0, WIDTH)
+def merge(low, high, top, other_low, other_high, other_top):
+    """Return the extremes of two sets: NaN if one of them holds a NaN."""
+    low = tl.minimum(low, other_low, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.maximum(high, other_high, propagate_nan=tl.PropagateNan.ALL)
+    return low, high, tl.maximum(top, other_top, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def extremes(b_k, b_v, m_key):
-    """Return the smallest and the largest seen key of each column (WIDTH,), and the largest |v|.
+def load_tile(p_x, first, n, stride_n, o_d, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the columns `o_d` of BLOCK keys or values (BLOCK, WIDTH), the last of `n` for those beyond it."""
+    p_tile = p_x + first * stride_n + tl.minimum(tl.arange(0, BLOCK), n - 1)[:, None] * stride_n + o_d[None, :]
+    if D % WIDTH == 0:
+        return tl.load(p_tile)
+    return tl.load(p_tile, mask=(o_d < D)[None, :], other=0.0)
 
-    They are -inf and inf if a key is not finite, and inf if a value is not.
+
+@triton.jit
+def extremes(
+    b_k, p_v, p_seen, first, n, stride_vn, o_d,
+    HAS_SEEN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the smallest and the largest key of each column (WIDTH,), and the largest |v|, of those that a row sees.
+
+    NaN propagates. Where no row sees a key, they are inf, -inf and 0.
     """
-    m_finite = is_finite(b_k)
-    low = tl.min(tl.where(m_key, tl.where(m_finite, b_k, -INF), INF), 0)
-    high = tl.max(tl.where(m_key, tl.where(m_finite, b_k, INF), -INF), 0)
-    return low, high, tl.max(tl.where(m_key, tl.where(is_finite(b_v), tl.abs(b_v), INF), 0.0), 0)
+    b_top = tl.abs(load_tile(p_v, first, n, stride_vn, o_d, D, WIDTH, BLOCK))
+    b_low = b_k
+    b_high = b_k
+    if HAS_SEEN:
+        m_key = (tl.load(p_seen + first + tl.minimum(tl.arange(0, BLOCK), n - 1)) != 0)[:, None]
+        b_low = tl.where(m_key, b_low, INF)
+        b_high = tl.where(m_key, b_high, -INF)
+        b_top = tl.where(m_key, b_top, 0.0)
+    return tl.reduce((b_low, b_high, b_top), 0, merge)
 
 
 @triton.jit(do_not_specialize=["stride_seen", "keys", "splits"])
@@ -56,7 +54,7 @@ def scan_kernel(
     p_k,  # (B, Hkv, S, D)
     p_v,  # (B, Hkv, S, D)
     p_seen,  # (B, S) bytes: 1 for keys that some row sees, with HAS_SEEN
-    p_part,  # (B, Hkv, splits, 3, D) FP32: extremes
+    p_part,  # (B, Hkv, splits, 3, D): extremes
     stride_kb,
     stride_kh,
     stride_kn,
@@ -73,25 +71,32 @@ def scan_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute the extremes of BLOCK keys and values in WIDTH columns."""
-    b_k, b_v, m_key, o_pair, o_split, o_d = load_columns(
-        p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
-        splits, HAS_SEEN, D, WIDTH, BLOCK,
+    SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    o_split = tl.program_id(0) % splits
+    o_pair = tl.cast(tl.program_id(0) // splits // SLICES, tl.int64)
+    o_d = tl.program_id(0) // splits % SLICES * WIDTH + tl.arange(0, WIDTH)
+    batch, head = o_pair // heads, o_pair % heads
+    first = tl.cast(o_split, tl.int64) * BLOCK
+    n = keys - o_split * BLOCK
+    b_k = load_tile(p_k + batch * stride_kb + head * stride_kh, first, n, stride_kn, o_d, D, WIDTH, BLOCK)
+    low, high, top = extremes(
+        b_k, p_v + batch * stride_vb + head * stride_vh, p_seen + batch * stride_seen, first, n, stride_vn, o_d,
+        HAS_SEEN, D, WIDTH, BLOCK,
     )  # fmt: skip
-    low, high, top = extremes(b_k, b_v, m_key)
     p_out = p_part + (o_pair * splits + o_split) * (3 * D) + o_d
     tl.store(p_out, low, mask=o_d < D)
     tl.store(p_out + D, high, mask=o_d < D)
     tl.store(p_out + 2 * D, top, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["stride_seen", "keys", "splits"])
+@triton.jit(do_not_specialize=["stride_seen", "keys", "splits", "blocks"])
 def shift_columns_kernel(
     p_k,  # as in `scan_kernel`, like every argument without a comment
     p_v,
     p_seen,
     p_part,  # unless WHOLE
     p_shifted,  # (B, Hkv, S, D) FP16, contiguous: K', with SHIFT
-    p_anchor,  # (B, Hkv, 2, D) FP16: anchors, NaN where a key that a row sees is not finite; the largest |v|
+    p_column,  # (B, Hkv, 2, D) FP16: anchors, NaN where a key that a row sees is not finite; the largest |v|
     stride_kb,
     stride_kh,
     stride_kn,
@@ -102,8 +107,9 @@ def shift_columns_kernel(
     heads,
     keys,
     splits,
+    blocks,  # programs that share a column; 1 without SHIFT
     HAS_SEEN: tl.constexpr,
-    SHIFT: tl.constexpr,  # False: only find out which columns have such keys; anchors are 0
+    SHIFT: tl.constexpr,  # False: anchors are 0
     WHOLE: tl.constexpr,  # BLOCK holds all keys, so no scan came before
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -112,42 +118,57 @@ def shift_columns_kernel(
 ):
     """Compute the anchors of WIDTH columns as `head_anchors` does, and K' of BLOCK keys, with 0 for what is not finite.
 
-    Keys that no row sees may be carried beyond FP16 and are clamped.
+    The difference from an anchor is exact in FP16. Only keys that no row sees can leave its
+    range, and are clamped.
     """
-    b_k, b_v, m_key, o_pair, o_split, o_d = load_columns(
-        p_k, p_v, p_seen, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_seen, heads, keys,
-        splits, HAS_SEEN, D, WIDTH, BLOCK,
-    )  # fmt: skip
+    SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
+    o_block = tl.program_id(0) % blocks
+    o_pair = tl.cast(tl.program_id(0) // blocks // SLICES, tl.int64)
+    o_d = tl.program_id(0) // blocks % SLICES * WIDTH + tl.arange(0, WIDTH)
+    batch, head = o_pair // heads, o_pair % heads
+    first = tl.cast(o_block, tl.int64) * BLOCK
+    n = keys - o_block * BLOCK
+    b_k = load_tile(p_k + batch * stride_kb + head * stride_kh, first, n, stride_kn, o_d, D, WIDTH, BLOCK)
     if WHOLE:
-        low, high, top = extremes(b_k, b_v, m_key)
+        low, high, top = extremes(
+            b_k, p_v + batch * stride_vb + head * stride_vh, p_seen + batch * stride_seen, first, n, stride_vn, o_d,
+            HAS_SEEN, D, WIDTH, BLOCK,
+        )  # fmt: skip
     else:
-        low = tl.full((WIDTH,), INF, tl.float32)
-        high = tl.full((WIDTH,), -INF, tl.float32)
-        top = tl.zeros((WIDTH,), tl.float32)
+        low = tl.full((WIDTH,), INF, tl.float16)
+        high = tl.full((WIDTH,), -INF, tl.float16)
+        top = tl.zeros((WIDTH,), tl.float16)
         for start in range(0, splits, PARTS):
-            o_part = start + tl.arange(0, PARTS)
+            o_part = tl.minimum(start + tl.arange(0, PARTS), splits - 1)
             p_tile = p_part + ((o_pair * splits + o_part) * (3 * D))[:, None] + o_d[None, :]
-            m_tile = (o_part < splits)[:, None] & (o_d < D)[None, :]
-            low = tl.minimum(low, tl.min(tl.load(p_tile, mask=m_tile, other=INF), 0))
-            high = tl.maximum(high, tl.max(tl.load(p_tile + D, mask=m_tile, other=-INF), 0))
-            top = tl.maximum(top, tl.max(tl.load(p_tile + 2 * D, mask=m_tile, other=0.0), 0))
-    near = tl.minimum(tl.abs(low), tl.abs(high))
-    far = tl.maximum(tl.abs(low), tl.abs(high))
-    shared = (low * high > 0.0) & (far <= 3.0 * near) & (far < INF)
-    b_anchor = tl.where(shared, (low + high) * 0.5, 0.0).to(tl.float16)
+            m_tile = (o_d < D)[None, :]
+            b_low = tl.load(p_tile, mask=m_tile, other=0.0)
+            b_high = tl.load(p_tile + D, mask=m_tile, other=0.0)
+            b_top = tl.load(p_tile + 2 * D, mask=m_tile, other=0.0)
+            new_low, new_high, new_top = tl.reduce((b_low, b_high, b_top), 0, merge)
+            low, high, top = merge(low, high, top, new_low, new_high, new_top)
+    b_low = low.to(tl.float32)
+    b_high = high.to(tl.float32)
+    near = tl.minimum(tl.abs(b_low), tl.abs(b_high))
+    far = tl.maximum(tl.abs(b_low), tl.abs(b_high), propagate_nan=tl.PropagateNan.ALL)
+    shared = (b_low * b_high > 0.0) & (far <= 3.0 * near) & (far < INF)
+    b_anchor = tl.where(shared, (b_low + b_high) * 0.5, 0.0).to(tl.float16)
     if SHIFT:
-        b_new = tl.where(is_finite(b_k), b_k, 0.0) - b_anchor.to(tl.float32)[None, :]
-        b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX)
-        o_n = tl.cast(o_split, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        p_tile = p_shifted + ((o_pair * keys + o_n) * D)[:, None] + o_d[None, :]
-        tl.store(p_tile, b_new.to(tl.float16), mask=(o_n < keys)[:, None] & (o_d < D)[None, :])
+        if HAS_SEEN:
+            b_new = tl.where(is_finite(b_k), b_k, 0.0).to(tl.float32) - b_anchor.to(tl.float32)[None, :]
+            b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to(tl.float16)
+        else:
+            b_new = tl.where(is_finite(b_k), b_k - b_anchor[None, :], 0.0).to(tl.float16)
+        o_n = tl.arange(0, BLOCK)
+        p_tile = p_shifted + (o_pair * keys + first) * D + o_n[:, None] * D + o_d[None, :]
+        tl.store(p_tile, b_new, mask=(o_n < n)[:, None] & (o_d < D)[None, :])
     else:
         b_anchor = tl.zeros_like(b_anchor)
-    if o_split == 0:
-        bad = (low == -INF) & (high == INF)
-        p_out = p_anchor + o_pair * (2 * D) + o_d
+    if o_block == 0:
+        bad = (b_low != b_low) | (b_low == -INF) | (b_high == INF)
+        p_out = p_column + o_pair * (2 * D) + o_d
         tl.store(p_out, tl.where(bad, float("nan"), b_anchor).to(tl.float16), mask=o_d < D)
-        tl.store(p_out + D, top.to(tl.float16), mask=o_d < D)
+        tl.store(p_out + D, top, mask=o_d < D)
 
 
 @triton.jit
@@ -219,7 +240,7 @@ def finish_kernel(
     p_k,  # (B, Hkv, Skv, D): the keys themselves
     p_v,
     p_mask,
-    p_anchor,  # as in `shift_columns_kernel`, with SCANNED
+    p_column,  # as in `shift_columns_kernel`, with SCANNED
     stride_ob,
     stride_oh,
     stride_om,
@@ -251,7 +272,8 @@ def finish_kernel(
     SCANNED: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,  # rows of a program
+    BLOCK_M: tl.constexpr,  # of them looked at together
     BLOCK_N: tl.constexpr,
 ):
     """Add to the log-sum-exp what anchors took from the scores, and attend again from rows that may be wrong.
@@ -262,49 +284,52 @@ def finish_kernel(
     every log-sum-exp is finite.
     """
     o_pair = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BLOCK_M
+    first = tl.program_id(0) % tiles * BLOCK_L
     batch = tl.cast(o_pair // heads, tl.int64)
     head = tl.cast(o_pair % heads, tl.int64)
     kv_head = head // group
-    o_m = first + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
+    p_out += batch * stride_ob + head * stride_oh
     p_lse += batch * stride_lb + head * stride_lh
-    o_wide = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
-    b_lse = tl.load(p_lse + o_wide * stride_lm, mask=o_m < rows, other=0.0)
-    broken = tl.where(b_lse < INF, 0, 1)  # also where it is NaN
+    p_q += batch * stride_qb + head * stride_qh
+    o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
     wanted = tl.full((), 1, tl.int32)
     suspect = tl.full((), 0, tl.int32)
+    b_anchor = tl.zeros((D_PAD,), tl.float32)
     if SCANNED:
-        p_head = p_anchor + (batch * (heads // group) + kv_head) * (2 * D) + o_d
+        p_head = p_column + (batch * (heads // group) + kv_head) * (2 * D) + o_d
         b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
         b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
         suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
         wanted = tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1), 0)
-        wanted = tl.maximum(wanted, tl.max(tl.where(tl.abs(b_lse) < INF, 0, 1), 0))
-    if wanted > 0:
+        wanted = tl.maximum(wanted, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0))
+        b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
+    last = tl.where(wanted > 0, tl.minimum(first + BLOCK_L, rows), first)
+    for begin in range(first, last, BLOCK_M):
+        o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
-        p_out += batch * stride_ob + head * stride_oh
-        p_q += batch * stride_qb + head * stride_qh
-        b_out = tl.load(p_out + (o_wide * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        b_q = tl.load(p_q + (o_wide * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        broken = tl.maximum(broken, tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1))
+        b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
+        broken = tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1)
+        broken = tl.where(b_lse < INF, broken, 1)  # also where it is NaN
         if SCANNED:
-            b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
             b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
-            tl.store(p_lse + o_wide * stride_lm, b_lse, mask=o_m < rows)
-    if tl.maximum(suspect, tl.max(broken, 0)) > 0:
-        tl.debug_barrier()  # other threads may have stored what the next lines replace
-        for row in range(first, tl.minimum(first + BLOCK_M, rows)):
-            wrong = tl.max(tl.where(o_m == row, broken, 0), 0)
-            if tl.maximum(suspect, wrong) > 0:
-                at = tl.cast(row, tl.int64)
-                b_new, lse, bad = attend_row(
-                    p_q + at * stride_qm, p_k + batch * stride_kb + kv_head * stride_kh,
-                    p_v + batch * stride_vb + kv_head * stride_vh,
-                    p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m,
-                    row + keys - rows, keys, left, right, scale, stride_kn, stride_vn, stride_mask_n,
-                    MASK, D, D_PAD, BLOCK_N,
-                )  # fmt: skip
-                if tl.maximum(wrong, bad) > 0:
-                    tl.store(p_out + at * stride_om + o_d, b_new.to(tl.float16), mask=o_d < D)
-                    tl.store(p_lse + at * stride_lm, lse)
+            tl.store(p_lse + o_m * stride_lm, b_lse, mask=o_m < rows)
+        if tl.maximum(suspect, tl.max(broken, 0)) > 0:
+            tl.debug_barrier()  # other threads may have stored what the next lines replace
+            for row in range(begin, tl.minimum(begin + BLOCK_M, rows)):
+                wrong = tl.max(tl.where(o_m == row, broken, 0), 0)
+                if tl.maximum(suspect, wrong) > 0:
+                    at = tl.cast(row, tl.int64)
+                    b_new, lse, bad = attend_row(
+                        p_q + at * stride_qm, p_k + batch * stride_kb + kv_head * stride_kh,
+                        p_v + batch * stride_vb + kv_head * stride_vh,
+                        p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m,
+                        row + keys - rows, keys, left, right, scale, stride_kn, stride_vn, stride_mask_n,
+                        MASK, D, D_PAD, BLOCK_N,
+                    )  # fmt: skip
+                    if tl.maximum(wrong, bad) > 0:
+                        tl.store(p_out + at * stride_om + o_d, b_new.to(tl.float16), mask=o_d < D)
+                        tl.store(p_lse + at * stride_lm, lse)

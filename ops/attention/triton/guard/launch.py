@@ -19,7 +19,9 @@ SPLITS = 32  # programs that share the keys of a column; each reads what all of 
 WIDTH, NARROW = 32, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
 ONE_PASS = 2048  # keys of a program that needs no scan before it
 ELEMENTS = 1024  # of a warp
-BLOCK_M = 32  # query rows of a program
+BLOCK_M = 32  # query rows that are looked at together
+PROGRAMS = 256  # a GPU is busy with that many
+LONGEST = 1024  # rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
 
 
@@ -58,17 +60,17 @@ def shift_columns(call: KernelCall, *, anchored: bool) -> tuple[Tensor, Tensor]:
     width = min(pad_dim(dim), NARROW if padded <= ONE_PASS else WIDTH)
     block = padded if padded <= ONE_PASS else max(TILE // width, padded // SPLITS)
     splits = -(-keys // block)
-    part = torch.empty((batch, heads, splits, 3, dim), dtype=torch.float32, device=k.device)
-    grid = (batch * heads * -(-dim // width) * splits, 1, 1)
+    part = torch.empty((batch, heads, splits, 3, dim), dtype=k.dtype, device=k.device)
+    slices, blocks = batch * heads * -(-dim // width), splits if anchored else 1
     numbers = *strides_of(k), *strides_of(call.v), 0 if seen is None else keys, heads, keys, splits
     sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
     warps = max(1, min(16, block * width // ELEMENTS))
     with on_device(k):
         if splits > 1:
-            launch(scan_kernel, grid, (k, call.v, seen_bytes, part), numbers, sizes, num_warps=warps)
+            launch(scan_kernel, (slices * splits, 1, 1), (k, call.v, seen_bytes, part), numbers, sizes, num_warps=warps)
         launch(
-            shift_columns_kernel, grid, (k, call.v, seen_bytes, part, shifted, anchors), numbers,
-            sizes | {"SHIFT": anchored, "WHOLE": splits == 1, "PARTS": SPLITS}, num_warps=warps,
+            shift_columns_kernel, (slices * blocks, 1, 1), (k, call.v, seen_bytes, part, shifted, anchors),
+            (*numbers, blocks), sizes | {"SHIFT": anchored, "WHOLE": splits == 1, "PARTS": SPLITS}, num_warps=warps,
         )  # fmt: skip
     return shifted, anchors
 
@@ -85,8 +87,11 @@ def finish(call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor) -
     """
     out = out if out.stride(-1) == 1 else out.contiguous()
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])
-    block_m = min(BLOCK_M, 1 << (rows - 1).bit_length())
-    tiles = -(-rows // block_m)
+    padded = 1 << (rows - 1).bit_length()
+    block_m = min(BLOCK_M, padded)
+    busy = batch * heads * padded // PROGRAMS  # rows of each of so many programs
+    block_l = max(block_m, min(LONGEST, padded, 1 << busy.bit_length()))
+    tiles = -(-rows // block_l)
     left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in call.window)
     right = 0 if call.is_causal else right
     with on_device(out):
@@ -96,7 +101,7 @@ def finish(call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor) -
              out if anchors is None else anchors),
             (*strides_of(out), *lse.stride(), *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              *call.mask_strides, heads, call.group, rows, keys, tiles, left, right, call.scale),
-            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "D": dim, "D_PAD": pad, "BLOCK_M": block_m,
-             "BLOCK_N": REDONE // pad},
+            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "D": dim, "D_PAD": pad, "BLOCK_L": block_l,
+             "BLOCK_M": block_m, "BLOCK_N": REDONE // pad},
         )  # fmt: skip
     return out, lse
