@@ -54,7 +54,7 @@ def scan_kernel(
     p_k,  # (B, Hkv, S, D)
     p_v,  # (B, Hkv, S, D)
     p_seen,  # (B, S) bytes: 1 for keys that some row sees, with HAS_SEEN
-    p_part,  # (B, Hkv, splits, 3, D): extremes
+    p_extremes,  # (B, Hkv, splits, 3, D): extremes
     stride_kb,
     stride_kh,
     stride_kn,
@@ -83,7 +83,7 @@ def scan_kernel(
         b_k, p_v + batch * stride_vb + head * stride_vh, p_seen + batch * stride_seen, first, n, stride_vn, o_d,
         HAS_SEEN, D, WIDTH, BLOCK,
     )  # fmt: skip
-    p_out = p_part + (o_pair * splits + o_split) * (3 * D) + o_d
+    p_out = p_extremes + (o_pair * splits + o_split) * (3 * D) + o_d
     tl.store(p_out, low, mask=o_d < D)
     tl.store(p_out + D, high, mask=o_d < D)
     tl.store(p_out + 2 * D, top, mask=o_d < D)
@@ -94,7 +94,7 @@ def shift_columns_kernel(
     p_k,  # as in `scan_kernel`, like every argument without a comment
     p_v,
     p_seen,
-    p_part,  # unless WHOLE
+    p_extremes,  # unless WHOLE
     p_shifted,  # (B, Hkv, S, D) FP16, contiguous: K', with SHIFT
     p_column,  # (B, Hkv, 2, D) FP16: anchors, NaN where a key that a row sees is not finite; the largest |v|
     stride_kb,
@@ -140,7 +140,7 @@ def shift_columns_kernel(
         top = tl.zeros((WIDTH,), tl.float16)
         for start in range(0, splits, PARTS):
             o_part = tl.minimum(start + tl.arange(0, PARTS), splits - 1)
-            p_tile = p_part + ((o_pair * splits + o_part) * (3 * D))[:, None] + o_d[None, :]
+            p_tile = p_extremes + ((o_pair * splits + o_part) * (3 * D))[:, None] + o_d[None, :]
             m_tile = (o_d < D)[None, :]
             b_low = tl.load(p_tile, mask=m_tile, other=0.0)
             b_high = tl.load(p_tile + D, mask=m_tile, other=0.0)
