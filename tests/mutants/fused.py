@@ -115,8 +115,8 @@ FUSED = [
     mutant(
         "keys that no row sees enter the anchor of the Triton guard",
         GUARD,
-        "first + o_n, mask=m_key, other=0) != 0)",
-        "first + o_n, mask=m_key, other=0) >= 0)",
+        "tl.minimum(tl.arange(0, BLOCK), n - 1)) != 0)[:, None]",
+        "tl.minimum(tl.arange(0, BLOCK), n - 1)) >= 0)[:, None]",
         BITS + "[True-40-512]",
     ),
     mutant(
@@ -129,22 +129,22 @@ FUSED = [
     mutant(
         "only the first block of keys enters the anchor",
         GUARD,
-        "m_tile = (o_part < splits)[:, None]",
-        "m_tile = (o_part < 1)[:, None]",
+        "o_part = tl.minimum(start + tl.arange(0, PARTS), splits - 1)",
+        "o_part = tl.minimum(start + tl.arange(0, PARTS), 0)",
         BITS + "[False-40-2049]",
     ),
     mutant(
         "a NaN key stays in K'",
         GUARD,
-        "b_new = tl.where(is_finite(b_k), b_k, 0.0) - b_anchor",
-        "b_new = b_k - b_anchor",
+        "b_new = tl.where(is_finite(b_k), b_k - b_anchor[None, :], 0.0)",
+        "b_new = (b_k - b_anchor[None, :])",
         BITS + "[False-40-512]",
     ),
     mutant(
         "a key that no row sees stays beyond FP16 in K'",
         GUARD,
-        "b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX)",
-        "b_new = b_new * 1.0",
+        "b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to",
+        "b_new = b_new.to",
         BITS + "[True-40-512]",
     ),
     mutant(
@@ -153,6 +153,20 @@ FUSED = [
         "b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale",
         "b_lse += 0.0 * tl.sum(b_q * b_anchor[None, :], 1) * scale",
         OF_GUARD + "test_a_whole_call_gives_what_torch_operators_give[limits0]",
+    ),
+    mutant(
+        "an output of large values is not looked at",
+        GUARD,
+        "(b_anchor == 0.0) & (b_top <= LARGE)",
+        "(b_anchor == 0.0) & (b_top >= 0.0)",
+        KEPT,
+    ),
+    mutant(
+        "a row whose log-sum-exp is -inf is not looked at",
+        GUARD,
+        "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)",
+        "tl.max(tl.where(b_lses < INF, 0, 1), 0)",
+        KEPT,
     ),
     mutant(
         "an infinite output is kept",

@@ -9,13 +9,13 @@ NOT_FOR_ASCEND = {
     "finish_kernel": "as scan_kernel",
 }
 ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
-COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((32, 256), (16, 2048)))
+COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((64, 256), (16, 2048)))
 NVIDIA_CASES = [
     make_case(
         scan_kernel,
         "scan",
         {"HAS_SEEN": True} | COLUMNS,
-        options={"num_warps": 8},
+        options={"num_warps": 4},
         architectures=ARCHITECTURES,
     ),
     *(

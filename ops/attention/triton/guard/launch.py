@@ -14,11 +14,11 @@ from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, on_device,
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tiles import pad_dim
 
-TILE = 8192  # elements of K of a program
+TILE = 4096  # elements of K of a program, at least
 SPLITS = 32  # programs that share the keys of a column; each reads what all of them found
-WIDTH, NARROW = 32, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
+WIDTH, NARROW = 64, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
 ONE_PASS = 2048  # keys of a program that needs no scan before it
-ELEMENTS = 1024  # of a warp
+ELEMENTS = 4096  # of a warp: reductions across its threads take as long for a quarter of them
 BLOCK_M = 32  # query rows that are looked at together
 PROGRAMS = 256  # a GPU is busy with that many
 LONGEST = 1024  # rows of a program
