@@ -114,7 +114,7 @@ MAY_IMPORT = {
     **dict.fromkeys(SHARED, (*SPEC, *SHARED)),
     TRITON: SPEC,
     "pasa.ops.attention.ascend": SPEC,
-    "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.attention.ascend.inputs"),
+    "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
     "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends"),
     "pasa.ops.operands": (*CALL, "pasa.ops.registry"),

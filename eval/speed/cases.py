@@ -106,8 +106,14 @@ class SpeedCase:
 PLAIN_CASES = (
     SpeedCase("paper", SHAPE[0], SHAPE[1], SHAPE[1], SHAPE[2], SHAPE[2], SHAPE[3], graphed=True),
     # Qwen2-7B has 28 query heads on 4 key heads.
-    *(SpeedCase(f"qwen2-{n}k", 1, 28, 4, 1024 * n, 1024 * n, 128, causal=True) for n in (2, 4, 8, 16, 32)),
+    *(
+        SpeedCase(f"qwen2-{n}k", 1, 28, 4, 1024 * n, 1024 * n, 128, causal=True, graphed=n == 8)
+        for n in (2, 4, 8, 16, 32)
+    ),
     SpeedCase("qwen2-8k-full", 1, 28, 4, 8192, 8192, 128),
+    SpeedCase("gqa-2x4k", 2, 32, 8, 4096, 4096, 128, graphed=True),
+    SpeedCase("image-4k", 1, 24, 24, 4096, 4096, 128, graphed=True),
+    SpeedCase("image-4x1k", 4, 16, 16, 1024, 1024, 64, graphed=True),
     SpeedCase("svd", 50, 5, 5, 9216, 9216, 64),
     SpeedCase("svd-2", 50, 10, 10, 2304, 2304, 64),
     *(

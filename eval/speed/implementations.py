@@ -79,16 +79,24 @@ def _sage(inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
-def _ours(name: str, what: str, config: pasa.PasaConfig) -> Implementation:
+def _ours(name: str, what: str, config: pasa.PasaConfig, backend: str = "triton") -> Implementation:
     def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
-        options |= {"is_causal": inputs.causal, "config": config, "backend": "triton"}
+        options |= {"is_causal": inputs.causal, "config": config, "backend": backend}
         return partial(pasa.attention, *inputs.tensors, **options)
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         return {PLAIN: Call(attend(inputs))}
 
-    shifted = config.precision == "pasa"
+    shifted = config.precision == "pasa" and backend == "triton"  # `sdpa` shifts whole heads, and none in decoding
     return Implementation(name, what, prepare, config, shifted, lse=lambda x: attend(x, return_lse=True)()[1])
+
+
+def _unguarded(inputs: Inputs) -> dict[str, Call]:
+    """Return what backend `sdpa` guards: the same calls of torch's fused attention, alone."""
+    backend: Any = importlib.import_module("pasa.ops.attention.sdpa.backend")
+    q, k, v = inputs.tensors
+    call = backend.Call(q, k, v, float(q.shape[-1] ** -0.5), is_causal=inputs.causal)
+    return {PLAIN: Call(lambda: backend.attend_visible(call)[0])}
 
 
 def _reference(inputs: Inputs) -> dict[str, Call]:
@@ -126,6 +134,7 @@ def _paged(slots: int, inputs: Inputs) -> dict[str, Call]:
 
 
 FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
+GUARDED, UNGUARDED = "pasa-sdpa", "sdpa-unguarded"
 PAGES = (16, 128)  # keys of a page: vLLM's default, and vllm-ascend's
 IMPLEMENTATIONS = (
     Implementation(CUDNN, "torch SDPA, cuDNN backend", partial(_sdpa, "CUDNN_ATTENTION")),
@@ -140,6 +149,8 @@ IMPLEMENTATIONS = (
     _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
     _ours("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
     Implementation("pasa-portable", "ours, the default, on the portable kernel", _portable, EXACT, shifted=True),
+    Implementation(UNGUARDED, "what pasa-sdpa guards, without its guards", _unguarded),
+    _ours(GUARDED, 'backend="sdpa": torch\'s fused attention, guarded', EXACT, backend="sdpa"),
     *(
         Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", partial(_paged, n), EXACT, shifted=True)
         for n in PAGES

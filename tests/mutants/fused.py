@@ -6,12 +6,18 @@ ANCHORS = "ops/attention/sdpa/anchors.py"
 SDPA = "ops/attention/sdpa/backend.py"
 DEVICES = "ops/attention/sdpa/fused.py"
 NPU = "ops/attention/sdpa/npu.py"
+GUARD = "ops/attention/triton/guard/kernel.py"
 
 OF_ANCHORS = "tests/ops/attention/sdpa/test_anchors.py::"
 OF_SDPA = "tests/ops/attention/sdpa/test_backend.py::"
+OF_GUARD = "tests/ops/attention/triton/test_guard.py::"
 OF_NPU = "tests/ops/attention/sdpa/test_npu.py::"
 
 DEFINITION = OF_SDPA + "test_results_are_those_of_the_definition[device-True-((4, 2), (50, 300), 32, 2)]"
+BITS = OF_GUARD + "test_anchors_and_keys_less_them_have_the_bits_of_the_specification"
+AGAIN = OF_GUARD + "test_rows_that_a_kernel_got_wrong_are_computed_again"
+KEPT = OF_GUARD + "test_rows_that_a_kernel_got_right_keep_their_bits"
+REACH = OF_SDPA + "test_nan_and_infinity_reach_the_rows_that_see_them[other guard-limits0-inf]"
 
 FUSED = [
     mutant(
@@ -98,5 +104,145 @@ FUSED = [
         "math.floor(math.log2(bound / LARGEST_PRODUCT))",
         OF_NPU + "test_no_product_passes_its_bound[65504.0]",
         OF_NPU + "test_no_product_passes_its_bound[300.0]",
+    ),
+    mutant(
+        "few keys are not scanned before the Triton guard",
+        SDPA,
+        "scanned = few_keys or rows_of_key_head(call) >= LEAST_ROWS",
+        "scanned = rows_of_key_head(call) >= LEAST_ROWS",
+        OF_SDPA + "test_a_single_nan_key_is_not_lost[other guard-1]",
+    ),
+    mutant(
+        "keys that no row sees enter the anchor of the Triton guard",
+        GUARD,
+        "tl.minimum(tl.arange(0, BLOCK), n - 1)) != 0)[:, None]",
+        "tl.minimum(tl.arange(0, BLOCK), n - 1)) >= 0)[:, None]",
+        BITS + "[True-40-512]",
+    ),
+    mutant(
+        "the Triton guard anchors keys that differ by a factor of four",
+        GUARD,
+        "far <= 3.0 * near",
+        "far <= 4.0 * near",
+        BITS + "[False-40-512]",
+    ),
+    mutant(
+        "only the first block of keys enters the anchor",
+        GUARD,
+        "o_part = tl.minimum(start + tl.arange(0, PARTS), splits - 1)",
+        "o_part = tl.minimum(start + tl.arange(0, PARTS), 0)",
+        BITS + "[False-40-2049]",
+    ),
+    mutant(
+        "a NaN key stays in K'",
+        GUARD,
+        "b_new = tl.where(is_finite(b_k), b_k - b_anchor[None, :], 0.0)",
+        "b_new = (b_k - b_anchor[None, :])",
+        BITS + "[False-40-512]",
+    ),
+    mutant(
+        "a key that no row sees stays beyond FP16 in K'",
+        GUARD,
+        "b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to",
+        "b_new = b_new.to",
+        BITS + "[True-40-512]",
+    ),
+    mutant(
+        "the Triton guard leaves the log-sum-exp as the kernel computed it from K'",
+        GUARD,
+        "b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale",
+        "b_lse += 0.0 * tl.sum(b_q * b_anchor[None, :], 1) * scale",
+        OF_GUARD + "test_a_whole_call_gives_what_torch_operators_give[limits0]",
+    ),
+    mutant(
+        "an output of large values is not looked at",
+        GUARD,
+        "(b_anchor == 0.0) & (b_top <= LARGE)",
+        "(b_anchor == 0.0) & (b_top >= 0.0)",
+        KEPT,
+    ),
+    mutant(
+        "a row whose log-sum-exp is -inf is not looked at",
+        GUARD,
+        "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)",
+        "tl.max(tl.where(b_lses < INF, 0, 1), 0)",
+        KEPT,
+    ),
+    mutant(
+        "an infinite output is kept",
+        GUARD,
+        "tl.where(is_finite(b_out) & is_finite(b_q), 0, 1)",
+        "tl.where(is_finite(b_q), 0, 1)",
+        AGAIN,
+    ),
+    mutant(
+        "a NaN log-sum-exp is kept",
+        GUARD,
+        "broken = tl.where(b_lse < INF, broken, 1)",
+        "broken = broken * 1",
+        KEPT,
+    ),
+    mutant(
+        "a NaN query that the kernel hid stays hidden",
+        GUARD,
+        "tl.where(is_finite(b_out) & is_finite(b_q), 0, 1)",
+        "tl.where(is_finite(b_out), 0, 1)",
+        KEPT,
+    ),
+    mutant(
+        "a NaN key that the kernel hid stays hidden",
+        GUARD,
+        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)",
+        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 0), 0)",
+        KEPT,
+    ),
+    mutant(
+        "rows that see no NaN key are computed again",
+        GUARD,
+        "if tl.maximum(wrong, bad) > 0:",
+        "if tl.maximum(wrong, bad) >= 0:",
+        KEPT,
+    ),
+    mutant(
+        "a row that is computed again forgets to rescale its sum",
+        GUARD,
+        "total = total * share + tl.sum(b_p, 0)",
+        "total = total + tl.sum(b_p, 0)",
+        AGAIN,
+    ),
+    mutant(
+        "a row that is computed again sees keys before its window",
+        GUARD,
+        "m_seen = (o_n < end) & (o_n >= diagonal - left)",
+        "m_seen = (o_n < end) & (o_n >= 0)",
+        AGAIN,
+    ),
+    mutant(
+        "a NaN in a float mask is lost",
+        GUARD,
+        "tl.max(tl.where(m_seen & (m_finite == 0), 1, 0), 0))",
+        "tl.max(tl.where(m_seen & (m_finite == 0), 0, 0), 0))",
+        OF_GUARD + "test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan",
+    ),
+    mutant(
+        "an infinite value gives an infinite output",
+        GUARD,
+        'b_v = tl.where(is_finite(b_v), b_v, float("nan"))',
+        "b_v = b_v * 1.0",
+        REACH,
+    ),
+    mutant(
+        "a query that is not finite is lost",
+        GUARD,
+        "bad = tl.where(top > -INF, tl.maximum(bad, bad_query), bad)",
+        "bad = tl.where(top > -INF, bad, bad)",
+        REACH,
+    ),
+    mutant(
+        "a row without keys is NaN because its query is",
+        GUARD,
+        "bad = tl.where(top > -INF, tl.maximum(bad, bad_query), bad)",
+        "bad = tl.maximum(bad, bad_query)",
+        OF_GUARD + "test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan",
     ),
 ]

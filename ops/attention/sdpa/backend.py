@@ -7,7 +7,8 @@ bands aligned bottom-right, 0 and -inf for rows without keys, NaN only where a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call, Results, capturing, to_fp16
-from pasa.ops.attention.sdpa.anchors import head_anchors
+from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, head_anchors, pay, rows_of_key_head
 from pasa.ops.attention.sdpa.fused import fused_attention
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart
@@ -25,6 +26,7 @@ from pasa.ops.numerics.formats import FP16_MAX
 
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
+LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
 
@@ -36,27 +38,20 @@ def attend(call: Call) -> Results:
 
 
 def _attend_dense(call: Call) -> Results:
-    """Attend once; attend again with cleaned operands where a result is not finite.
-
-    While a graph is captured, no result can be read, so operands are cleaned at once.
-    """
     dtype = call.q.dtype
     call = replace(call, q=to_fp16(call.q, "q"), k=to_fp16(call.k, "k"), v=to_fp16(call.v, "v"))
     if call.mask is not None:
         mask = fitting_mask(dense_mask(call, call.mask), call.scale)
         call = replace(call, mask=mask, is_causal=False, window=(-1, -1))
-    anchors = head_anchors(call)
-    if capturing(call.q):
-        out, lse = _attend_cleaned(call, anchors)
-    else:
+    if not capturing(call.q):
         _prepare(call.q.device)
-        clean = _are_clean(call)
-        out, lse = _attend_visible(call if anchors is None else replace(call, k=call.k - anchors))
-        if not bool(clean & out.isfinite().all()):
-            out, lse = _attend_cleaned(call, anchors)
-    if anchors is not None:
-        rows = call.q.unflatten(1, (call.k.shape[1], -1)).float()
-        lse = lse + matmul_rows(rows, anchors.float()).flatten(1, 2).squeeze(-1) * call.scale
+    guard = _triton_guard(call.q.device)
+    if guard is None:
+        out, lse = _attend_checked(call)
+    else:
+        few_keys = call.k.shape[2] < LEAST_KEYS
+        scanned = few_keys or rows_of_key_head(call) >= LEAST_ROWS  # other calls decode: they read keys once
+        out, lse = guard(call, attend_visible, scanned=scanned, anchored=pay(call))
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]
@@ -64,6 +59,37 @@ def _attend_dense(call: Call) -> Results:
         share = torch.sigmoid(lse - sinks).masked_fill(joined == -torch.inf, 0.0)  # -inf less -inf is NaN
         out, lse = (out * share.unsqueeze(-1)).half(), joined
     return Results(out.to(dtype), lse, max_logits)
+
+
+@cache
+def _triton_guard(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what guards a CUDA device's attention by Triton kernels, or None where they cannot run."""
+    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
+    from pasa.ops.attention.triton.guard.launch import attend_guarded  # Triton is an extra
+
+    return attend_guarded
+
+
+def _attend_checked(call: Call) -> tuple[Tensor, Tensor]:
+    """Attend once; attend again with cleaned operands where a result is not finite.
+
+    While a graph is captured, no result can be read, so operands are cleaned at once.
+    """
+    anchors = head_anchors(call)
+    if capturing(call.q):
+        out, lse = _attend_cleaned(call, anchors)
+    else:
+        clean = _are_clean(call)
+        out, lse = attend_visible(call if anchors is None else replace(call, k=call.k - anchors))
+        if not bool(clean & out.isfinite().all()):
+            out, lse = _attend_cleaned(call, anchors)
+    if anchors is not None:
+        rows = call.q.unflatten(1, (call.k.shape[1], -1)).float()
+        lse = lse + matmul_rows(rows, anchors.float()).flatten(1, 2).squeeze(-1) * call.scale
+    return out, lse
 
 
 @cache
@@ -93,13 +119,13 @@ def _attend_cleaned(call: Call, anchors: Tensor | None) -> tuple[Tensor, Tensor]
     mask = call.mask
     if mask is not None and mask.dtype != torch.bool:
         mask = torch.nan_to_num(mask, nan=0.0, posinf=0.0, neginf=-torch.inf)
-    out, lse = _attend_visible(replace(call, q=q.half(), k=k.half(), v=(v / factor).half(), mask=mask))
+    out, lse = attend_visible(replace(call, q=q.half(), k=k.half(), v=(v / factor).half(), mask=mask))
     rows, elements = non_finite_reach(*inputs, read_mask(call, call.mask), KEYS)
     out = out.float() * factor.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out.clamp(-FP16_MAX, FP16_MAX).half().masked_fill(elements, torch.nan), lse.masked_fill(rows, torch.nan)
 
 
-def _attend_visible(call: Call) -> tuple[Tensor, Tensor]:
+def attend_visible(call: Call) -> tuple[Tensor, Tensor]:
     """Attend in as many calls as it takes to show each row its keys; a row without keys gives 0 and -inf."""
     q, k, v, scale = call.q, call.k, call.v, call.scale
     if call.mask is not None:

@@ -13,7 +13,10 @@ from pasa.ops.attention.triton.tile_math import SLICE
 Case = dict[str, Any]
 
 TYPES = {
-    **dict.fromkeys(["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_anchors", "p_frame", "p_shifted"], "*fp16"),
+    **dict.fromkeys(
+        ["p_q", "p_k", "p_v", "p_out", "p_anchor", "p_anchors", "p_frame", "p_shifted", "p_column", "p_extremes"],
+        "*fp16",
+    ),
     **dict.fromkeys(["p_k_cache", "p_v_cache"], "*fp16"),
     "p_offset": "*fp64",
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_low", "p_x"], "*fp32"),

@@ -62,7 +62,7 @@ def test_short_calls_and_decoding_read_their_keys_once():
 
 def test_a_shared_bias_costs_no_accuracy():
     """8000 on 16 of 128 channels: FP32 sums of plain attention lose digits of each score to it."""
-    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 2), (300, 1280), 128))
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 2), (1024, 1280), 128))
     k[..., :16] += 8000
     golden, golden_lse = pasa.golden_attention(q, k, v)
     out, lse = pasa.attention(q, k, v, return_lse=True, backend="sdpa")

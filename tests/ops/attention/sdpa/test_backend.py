@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import pasa
 from pasa.ops.attention.sdpa import backend, fused
+from pasa.ops.attention.triton.guard.launch import attend_guarded
 from tests.inputs import DEVICE, max_error, normal_qkv
 
 HALF_ULP = 2.0**-11
@@ -25,11 +26,17 @@ SHAPES = [
 WINDOWS = [None, (0, 0), (17, 0), (100, -1), (-1, 40), (30, 5), (1000, 1000)]
 
 
-@pytest.fixture(params=["device", "fp32"])
+@pytest.fixture(params=["device", "fp32", "other guard"])
 def kind(request, monkeypatch):
-    """Run on the device as it is listed, and as a device of which nothing is known."""
+    """Run on the device as it is listed, as a device of which nothing is known, and with the guards of another device.
+
+    The others are Triton kernels on a CPU, and torch operators on a GPU.
+    """
     if request.param == "fp32":
         monkeypatch.setattr(fused, "FORMATS", {})
+    if request.param == "other guard":
+        guard = attend_guarded if DEVICE == "cpu" else None
+        monkeypatch.setattr(backend, "_triton_guard", lambda device: guard)
     return request.param
 
 
@@ -113,7 +120,11 @@ def test_keys_that_a_row_does_not_see_do_not_change_it(kind, offset):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("limits", [{"is_causal": True}, {"window": (10, 3)}, {"mask": "bool"}, {"mask": "fp16"}, {}])
 def test_nan_and_infinity_reach_the_rows_that_see_them(kind, bad, limits):
-    """A NaN or infinity makes the rows that see it NaN, and no other. A kernel alone may give a finite output."""
+    """A NaN or infinity makes the rows that see it NaN, and no other. A kernel alone may give a finite output.
+
+    Triton guards attend again from rows that a kernel turned to NaN, in FP32, so these rows may round otherwise.
+    """
+    slack = 2 * HALF_ULP if backend._triton_guard(torch.device(DEVICE)) else 0.0
     q, k, v = normal_qkv((4, 2), (70, 90), 32)
     mask = masks(70, 90, 4)[limits.get("mask", "none")]
     limits = {name: x for name, x in limits.items() if name != "mask"} | {"attn_mask": mask}
@@ -124,7 +135,7 @@ def test_nan_and_infinity_reach_the_rows_that_see_them(kind, bad, limits):
         expected, expected_lse = pasa.attention(*inputs, **limits, return_lse=True, backend="reference")
         clean, _ = attend(q, k, v, **limits)
         untouched = ~expected.isnan()
-        assert torch.equal(out[untouched], clean[untouched])
+        assert max_error(out[untouched], clean[untouched].double()) <= slack
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(lse.isnan(), expected_lse.isnan())
 
@@ -151,7 +162,7 @@ def test_weights_below_fp16_make_the_output_smaller_within_the_bound(kind):
     q[..., 0], k[:, :, 0, 0] = 1.0, 17.5
     out, _ = attend(q, k, torch.ones_like(k), scale=1.0)
     leak = (1 - out.double()).max()
-    assert leak <= (2.0**-11 + keys * 2.0**-25 if kind == "device" else 0.0)
+    assert leak <= (2.0**-11 + keys * 2.0**-25 if kind != "fp32" else 0.0)
     assert (out <= 1).all()
 
 

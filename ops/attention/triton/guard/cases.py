@@ -1,0 +1,48 @@
+"""List the cases that compile the guards without a device; ../cases.py has the fields."""
+
+from pasa.ops.attention.triton.cases import make_case
+from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
+
+NOT_FOR_ASCEND = {
+    "scan_kernel": "guards CUDA's fused attention: on an NPU torch operators guard torch_npu's",
+    "shift_columns_kernel": "as scan_kernel",
+    "finish_kernel": "as scan_kernel",
+}
+ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
+COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((64, 256), (16, 2048)))
+NVIDIA_CASES = [
+    make_case(
+        scan_kernel,
+        "scan",
+        {"HAS_SEEN": True} | COLUMNS,
+        options={"num_warps": 4},
+        architectures=ARCHITECTURES,
+    ),
+    *(
+        make_case(
+            shift_columns_kernel,
+            f"shift_columns_{name}",
+            {"HAS_SEEN": not whole, "SHIFT": shift, "WHOLE": whole, "PARTS": 32} | (WHOLE if whole else COLUMNS),
+            options={"num_warps": 8},
+            architectures=ARCHITECTURES,
+        )
+        for name, shift, whole in (("scanned", True, False), ("whole", True, True), ("unshifted", False, False))
+    ),
+    *(
+        make_case(
+            finish_kernel,
+            f"finish_{mask}_d{dim}_{rows}",
+            {
+                "MASK": mask,
+                "SCANNED": rows > 1,
+                "D": dim,
+                "D_PAD": dim,
+                "BLOCK_L": 16 * rows if rows > 1 else 1,
+                "BLOCK_M": rows,
+                "BLOCK_N": 4096 // dim,
+            },
+            architectures=ARCHITECTURES,
+        )
+        for mask, dim, rows in (("none", 128, 32), ("none", 128, 1), ("bool", 64, 32), ("float", 256, 32))
+    ),
+]

@@ -1,0 +1,219 @@
+"""The Triton kernels around a device's fused attention, against the torch operators that specify them."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pasa
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.sdpa import backend, fused
+from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, LEAST_ROWS_ON_GPU, head_anchors
+from pasa.ops.attention.triton.guard import launch as guard
+from pasa.ops.attention.triton.kernel_call import KernelCall
+from tests.inputs import DEVICE, max_error, normal_qkv, pairwise
+
+HALF_ULP = 2.0**-11
+ROWS = LEAST_ROWS // 2 if DEVICE == "cpu" else LEAST_ROWS_ON_GPU // 2  # of each of two heads: enough for anchors
+
+
+def biased_call(keys, dim, *, masked=False, strided=False):
+    """Return a call whose keys share a bias in half of their columns, with keys that are not finite."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (ROWS, keys), dim, seed=keys, batch=2))
+    k[..., 8::2] = 3.0 + k[..., 8::2] / 4
+    k[:, 0, :, 4:8] = torch.tensor([-60000.0, 0.0, 2.0**-24, -0.0])
+    k[:, 1, ::2, 6:8], k[:, 1, 1::2, 6:8] = 2.0, torch.tensor([6.0, 7.0])  # anchors end where keys differ by 3 times
+    k[0, 1, keys // 2, 2], k[1, 0, keys - 1, 4] = torch.nan, torch.inf
+    v[0, 0, keys // 2, 3], v[1, 1, 0, 2] = torch.nan, -60000.0
+    if strided:  # tokens before heads, at an address that is no multiple of 16 bytes
+        k = torch.cat([k.new_zeros(1), k.transpose(1, 2).flatten()])[1:].view(2, keys, 2, dim).transpose(1, 2)
+    mask = None
+    if masked:
+        mask = torch.ones(2, 1, 1, keys, dtype=torch.bool, device=DEVICE)
+        mask[0, ..., : keys // 3], mask[1, ..., keys - 1] = False, False
+        k[0, :, 5, :3] = torch.tensor([torch.nan, 65504.0, -torch.inf])
+        k[1, :, -1, 4] = 65504.0  # less an anchor of -60000, beyond FP16
+    return Call(q, k, v, dim**-0.5, mask=mask)
+
+
+@pytest.mark.parametrize("keys", [512, 1025, 2048, 2049])
+@pytest.mark.parametrize("dim", [40, 64, 127, 256])
+@pytest.mark.parametrize("masked", [False, True])
+def test_anchors_and_keys_less_them_have_the_bits_of_the_specification(keys, dim, masked):
+    call = biased_call(keys, dim, masked=masked, strided=keys % 2 == 1)
+    expected = head_anchors(call)
+    shifted, columns = guard.shift_columns(KernelCall.of(call), anchored=True)
+    anchors, values = columns.unbind(2)
+    assert expected.any(-1).all()
+    assert torch.equal(anchors.nan_to_num()[:, :, None], expected)
+    clean = call.k.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) - expected
+    assert torch.equal(shifted, clean.clamp(-65504, 65504).half())
+    seen = torch.ones_like(call.k, dtype=torch.bool) if call.mask is None else call.mask.mT.expand_as(call.k)
+    assert torch.equal(anchors.isnan(), (seen & ~call.k.isfinite()).any(2))
+    largest = call.v.masked_fill(~seen, 0.0).abs().amax(2)
+    torch.testing.assert_close(values, largest, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("keys", [1, 31, 511, 3000])
+def test_without_anchors_keys_that_are_not_finite_are_found(keys):
+    k = torch.randn(2, 3, keys, 24).half().to(DEVICE)
+    k[1, 2, keys // 2, 17] = -torch.inf
+    same, columns = guard.shift_columns(KernelCall.of(Call(k, k, k, 1.0)), anchored=False)
+    anchors = columns[:, :, 0]
+    assert same.data_ptr() == k.data_ptr()
+    assert anchors.isnan().nonzero().tolist() == [[1, 2, 17]]
+    assert not anchors.nan_to_num().any()
+
+
+def masks(rows, keys):
+    g = torch.Generator().manual_seed(rows)
+    keep = torch.rand(1, 2, rows, keys, generator=g) > 0.3
+    keep[:, :, rows // 2] = False
+    bias = 5 * torch.randn(2, 1, rows, keys, generator=g)
+    return {"none": None, "bool": keep, "fp16": bias.half(), "fp32": bias.masked_fill(bias < 0, -torch.inf)}
+
+
+LIMITS = [{}, {"is_causal": True}, {"window": (5, 9)}, {"mask": "bool"}, {"mask": "fp16"}, {"mask": "fp32"}]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dim", "limits"),
+    [*pairwise([(1, 1), (1, 300), (33, 50), (50, 33)], (8, 40), LIMITS), ((3, 9), 256, {})],
+)
+def test_rows_that_a_kernel_got_wrong_are_computed_again(lengths, dim, limits):
+    """Every row is wrong here: NaN or infinite. Rows without keys give 0 and -inf."""
+    q, k, v = normal_qkv((2, 1), lengths, dim, batch=2)
+    mask = masks(*lengths)[limits.get("mask", "none")]
+    limits = {name: x for name, x in limits.items() if name != "mask"}
+    golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=mask, **limits)
+    call = Call(*(x.to(DEVICE) for x in (q, k, v)), dim**-0.5, mask=None if mask is None else mask.to(DEVICE), **limits)
+    wrong = torch.full_like(call.q, torch.nan), torch.zeros(call.q.shape[:3], device=DEVICE)
+    wrong[0][:, ::2] = 1.0
+    wrong[0][:, ::2, :, -1] = torch.inf
+    out, lse = (x.cpu() for x in guard.finish(KernelCall.of(call), None, *wrong))
+    assert max_error(out, golden) <= 4 * HALF_ULP
+    assert torch.equal(lse == -torch.inf, golden_lse == -torch.inf)
+    some = golden_lse > -torch.inf
+    torch.testing.assert_close(lse[some], golden_lse[some].float(), atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan(bad):
+    """A query that is not finite makes its row NaN, too, unless the row sees no key."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (6, 9), 16))
+    q[0, :, 2:4, 5] = bad
+    mask = torch.zeros(6, 9, device=DEVICE)
+    mask[1, 4], mask[3], mask[4, 5:] = bad, -torch.inf, -torch.inf
+    call = KernelCall.of(Call(q, k, v, 0.25, mask=mask))
+    out, lse = guard.finish(call, None, torch.full_like(q, torch.nan), torch.zeros(q.shape[:3], device=DEVICE))
+    rows = [False, True, True, False, False, False]
+    assert out.isnan().all(-1)[0].tolist() == [rows, rows] == out.isnan().any(-1)[0].tolist()
+    assert lse.isnan()[0].tolist() == [rows, rows]
+    assert not out[:, :, 3].any()
+    assert (lse[:, :, 3] == -torch.inf).all()
+
+
+def test_rows_that_a_kernel_got_right_keep_their_bits():
+    """Only wrong rows change, the row of a NaN query, and those that see a NaN key; the kernel hid both."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (50, 70), 32, batch=2))
+    k[1, 1, 60, 3] = q[1, 0, 20, 8] = torch.nan
+    v[0, 0, 69, 0] = 40000.0
+    call = KernelCall.of(Call(q, k, v, 0.2, is_causal=True))
+    out, lse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
+    out[0, 0, 7] = -torch.inf
+    lse[0, 1, 9], lse[1, 0, 20] = torch.nan, -torch.inf
+    _, anchors = guard.shift_columns(call, anchored=False)
+    new, new_lse = guard.finish(call, anchors, out.clone(), lse.clone())
+    changed = torch.zeros_like(lse, dtype=torch.bool)
+    changed[0, 0, 7] = changed[0, 1, 9] = True
+    changed[1, 2:, 40:] = changed[1, 0, 20] = True
+    assert torch.equal((new != out).all(-1), changed)
+    assert torch.equal(new_lse != lse, changed)
+    assert torch.equal(new.isnan().all(-1), changed & (torch.arange(2, device=DEVICE)[:, None, None] == 1))
+    assert torch.equal(new_lse.isnan(), new.isnan().all(-1))
+
+
+KERNELS = ["default", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"][
+    : 1 if DEVICE == "cpu" else 5
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "bool"}, {"mask": "fp32"}])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_no_kernel_hides_a_query_in_the_log_sum_exp(kernel, bad, limits, dim):
+    """The guard reads queries and outputs only where the log-sum-exp is not finite."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (77, 77), dim))
+    q[0, 1, 40, 3], q[0, 3, 76] = bad, bad
+    mask = masks(77, 77)[limits.get("mask", "none")]
+    call = Call(q, k, v, 0.2, is_causal="is_causal" in limits, mask=None if mask is None else mask[:1, :1].to(DEVICE))
+    with nullcontext() if kernel == "default" else sdpa_kernel(getattr(SDPBackend, kernel)):
+        _, lse = backend.attend_visible(call)
+    rows = lse.isfinite().logical_not().nonzero().tolist()
+    assert [0, 1, 40] in rows
+    assert [0, 3, 76] in rows
+
+
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "padding"}])
+def test_a_whole_call_gives_what_torch_operators_give(limits):
+    """The call has anchors, and NaN and infinite keys, of which a mask hides some."""
+    call = biased_call(2100, 40, masked="mask" in limits)
+    call.is_causal = limits.get("is_causal", False)
+    call.k[..., 0] = 0.0  # so that heads of the second batch entry keep finite scores
+    expected, expected_lse = backend._attend_checked(call)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, scanned=True, anchored=True)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(lse.isnan(), expected_lse.isnan())
+    assert not expected.isnan().all()
+    assert max_error(out.nan_to_num(), expected.nan_to_num().double()) <= 4 * HALF_ULP
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-5, equal_nan=True)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuse operators that wait for the device, to read a number or a shape back."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keys", [300, LEAST_KEYS])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"window": (9, 3)}, {"mask": "bool"}, {"mask": "fp32"}])
+def test_nothing_is_read_back(keys, rows, limits, monkeypatch):
+    """Every value stays on the device. So calls do not wait, and can be captured in a graph."""
+    monkeypatch.setattr(backend, "_triton_guard", lambda device: guard.attend_guarded)
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (rows, keys), 16, batch=2))
+    k[0, 0, 0, 0] = v[1, 0, 3, 3] = torch.nan
+    mask = masks(rows, keys)[limits.get("mask", "none")]
+    limits = {name: x for name, x in limits.items() if name != "mask"}
+    call = Call(
+        q, k, v, 0.25, mask=None if mask is None else mask.to(DEVICE), sinks=torch.zeros(2).to(DEVICE), **limits
+    )
+    with NoReads():
+        backend.attend(call)
+    assert fused.score_format(DEVICE).kind == "a"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_captured_graph_gives_what_direct_calls_give(rows, mask):
+    """Replayed on clean keys, on biased ones, and on NaN, in the same tensors."""
+    q, k, v = (x.cuda() for x in normal_qkv((4, 2), (rows, 700), 64))
+    keep = torch.ones(rows, 700, dtype=torch.bool, device="cuda").tril(700 - rows) if mask else None
+    how = {"attn_mask": keep, "is_causal": not mask, "return_lse": True, "backend": "sdpa"}
+    pasa.attention(q, k, v, **how)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        captured = pasa.attention(q, k, v, **how)
+    for change in (lambda: None, lambda: k.add_(80.0), lambda: v[0, 0, 650].fill_(torch.nan)):
+        change()
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        direct = pasa.attention(q, k, v, **how)
+        torch.cuda.set_sync_debug_mode("default")
+        for a, b in zip(captured, direct, strict=True):
+            torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
