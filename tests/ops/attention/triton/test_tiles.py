@@ -164,7 +164,7 @@ def test_no_two_cases_have_one_name():
     ]
     lists = [importlib.import_module(".".join([tiles.__package__, *module.parts])) for module in modules]
     names = [case["name"] for each in lists for case in each.NVIDIA_CASES]
-    assert len(lists) == 9
+    assert len(lists) == 10
     assert len(set(names)) == len(names)
 
 
