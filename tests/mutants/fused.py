@@ -162,6 +162,13 @@ FUSED = [
         KEPT,
     ),
     mutant(
+        "values that no row sees are not looked at",
+        GUARD,
+        "        b_high = tl.where(m_key, b_high, -INF)\n",
+        "        b_high = tl.where(m_key, b_high, -INF)\n        b_top = tl.where(m_key, b_top, 0.0)\n",
+        OF_GUARD + "test_a_value_that_no_row_sees_leaves_no_row_nan[False-nan]",
+    ),
+    mutant(
         "a row whose log-sum-exp is -inf is not looked at",
         GUARD,
         "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)",

@@ -34,9 +34,10 @@ def extremes(
     b_k, p_v, p_seen, first, n, stride_vn, o_d,
     HAS_SEEN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the smallest and the largest key of each column (WIDTH,), and the largest |v|, of those that a row sees.
+    """Return the smallest and the largest key of each column (WIDTH,) that a row sees, and the largest |v| of all.
 
-    NaN propagates. Where no row sees a key, they are inf, -inf and 0.
+    NaN propagates. Where no row sees a key, they are inf and -inf. A value that no row sees counts: its weight is 0,
+    but 0 times NaN is NaN.
     """
     b_top = tl.abs(load_tile(p_v, first, n, stride_vn, o_d, D, WIDTH, BLOCK))
     b_low = b_k
@@ -45,7 +46,6 @@ def extremes(
         m_key = (tl.load(p_seen + first + tl.minimum(tl.arange(0, BLOCK), n - 1)) != 0)[:, None]
         b_low = tl.where(m_key, b_low, INF)
         b_high = tl.where(m_key, b_high, -INF)
-        b_top = tl.where(m_key, b_top, 0.0)
     return tl.reduce((b_low, b_high, b_top), 0, merge)
 
 
