@@ -9,6 +9,7 @@ from typing import Any
 
 from pasa.eval.kit.stored import pick, stored
 from pasa.eval.kit.tables import markdown, percent
+from pasa.eval.speed.implementations import GUARDED, UNGUARDED
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -280,6 +281,19 @@ def _ring(result: Result) -> str:
     return f"{result['settings']['ranks']} GPUs are {faster}; {_span(errors)} times the RMSE"
 
 
+def _guards(result: Result) -> str:
+    """Compare guarded with unguarded attention in CUDA graphs."""
+    graph = pick(result["records"], how="graph")
+    plain, guarded = (
+        {each["case"]: each["median_ms"] for each in pick(graph, implementation=name)} for name in (UNGUARDED, GUARDED)
+    )
+    said = [
+        f"{name} {_span((guarded[case] / plain[case] for case in plain if case.startswith('decode') == decode), '.2f')}"
+        for name, decode in (("many rows", False), ("decoding", True))
+    ]
+    return f"in a CUDA graph, times as long as the kernel alone: {'; '.join(said)}"
+
+
 def _paged(result: Result) -> str:
     """Compare every page size with contiguous keys of the same case."""
     graph = pick(result["records"], how="graph")
@@ -317,8 +331,10 @@ LINES: Sequence[Line] = (
     Line("A bias shared by Q and K", "bias", _biased, EMULATED, BIAS_SECTION),
     Line("Shift K, Q or both?", "sides", _sides, EMULATED, BIAS_SECTION),
     Line("Errors of `sdpa`", "backends on cpu", _backends, CPU, DEVICE),
+    Line("The same on a GPU", "backends on h200", _backends, GPU, DEVICE),
     Line("Keys with anchors in `sdpa`, SmolLM2", "layers on cpu", _layers, CPU, DEVICE),
     Line("Hostile calls of `sdpa`", "hostile on cpu", _hostile, CPU, DEVICE),
+    Line("The same on a GPU, each kernel forced", "hostile on h200", _hostile, GPU, DEVICE),
     Line("Is BF16 enough?", "perplexity", _bf16, EMULATED, "#long-prompts"),
     Line("Errors on a GPU", "speed", _gpu_error, GPU, SPEED),
     Line("Speed on a GPU", "speed", partial(_speeds, biased=False), GPU, SPEED),
@@ -338,8 +354,10 @@ LINES: Sequence[Line] = (
     Line("More than one model", "soundness", _models, CPU, "#predicted-from-weights"),
     Line("Video", "video", _video, EMULATED, "#a-video"),
     Line("Video at full size", "step", _step, GPU, "#a-video"),
+    Line("Guards of `sdpa` on a GPU", "guards", _guards, GPU, "devices.md#what-the-guards-cost-on-a-gpu"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
     Line("Several devices", "ring", _ring, GPU, "../eval/speed/ring/README.md"),
     Line("Random calls", "soak", _soak, GPU, "#random-calls"),
+    Line("Random calls of `sdpa`", "soak_sdpa", _soak, GPU, "#random-calls"),
     Line("Gradients", "gradients", _gradients, GPU, "#gradients-and-rounding"),
 )

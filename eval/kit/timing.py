@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from random import Random
 from typing import Any, TypeAlias
 
 import torch
@@ -119,7 +120,9 @@ Clock: TypeAlias = CudaClock  # what a benchmark takes; tests pass one that need
 def interleave(
     clock: Clock, calls: Mapping[str, Call], rounds: int, cold: bool | None = None
 ) -> tuple[dict[str, Rounds], bool]:
-    """Time calls in rounds; in each round every call has a turn, in rotated order, so that drift affects all alike.
+    """Time calls in rounds; in each round every call has a turn, in another order.
+
+    So drift affects all alike, and so does the call before: a GPU that has just done heavy work runs up to 9 % slower.
 
     Return the milliseconds by name, without the first call of every turn, and whether calls were cold. If `cold` is
     None, all calls are cold if the fastest of them takes less than `COLD_BELOW_MS`.
@@ -131,8 +134,7 @@ def interleave(
     times: dict[str, Rounds] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+        for name in Random(turn).sample(names, len(names)):
             times[name].append(clock.times(calls[name], counts[name] + 1, cold)[1:])
     return times, cold
 

@@ -11,7 +11,7 @@ from pasa.eval.kit.experiment import verdict
 from pasa.eval.kit.stored import stored
 from pasa.eval.kit.tables import Column, Table, number, percent, short
 from pasa.eval.speed.cases import DATA, FORMULA
-from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, PAGES
+from pasa.eval.speed.implementations import CUDNN, FLASH, GUARDED, OWN, PAGES, UNGUARDED
 
 Record = dict[str, Any]
 METHOD = (
@@ -253,3 +253,18 @@ def readme_paged() -> str:
     table = Table("", ["case", "shape", *names.values()], rows)
     method = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {BIASES}."
     return f"{method}\n\n{table.markdown()}\n\n{source(result)}"
+
+
+def readme_guards() -> str:
+    """Return what the guards of the backend sdpa cost on a GPU, for docs/devices.md."""
+    result = stored("guards")
+    rows = []
+    for case in (each["name"] for each in result["cases"]):
+        graph, eager = (lines(result, case, how) for how in ("graph", "eager"))
+        plain, guarded = ((graph or eager)[name]["median_ms"] for name in (UNGUARDED, GUARDED))
+        host = [f"{eager[name]['host_us']:.0f}" for name in (UNGUARDED, GUARDED)]
+        errors = [rmse(eager[name]) for name in (UNGUARDED, GUARDED)]
+        rows.append([case, f"{plain:.4g}", f"{guarded:.4g}", f"{guarded / plain:.3f}", *host, *errors])
+    header = ["case", "without ms", "guarded ms", "ratio", "host µs without", "host µs", "RMSE without", "RMSE"]
+    method = f"Backend `sdpa` beside the kernel that it guards; decoding and short cases in a CUDA graph. {METHOD}"
+    return f"{method} {BIASES}.\n\n{Table('', header, rows).markdown()}\n\n{source(result)}"

@@ -2,6 +2,7 @@
 
 import statistics
 from contextlib import contextmanager
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ def calls(**milliseconds: float) -> dict[str, Call]:
     return {name: Call(Timed(lambda: torch.zeros(1), ms)) for name, ms in milliseconds.items()}
 
 
-def test_every_implementation_has_one_turn_per_round_in_rotated_order() -> None:
+def test_every_implementation_has_one_turn_per_round_behind_each_other_one() -> None:
+    """Story: in rotated order the same kernel took 9 % longer behind a kernel that heats the GPU, in each round."""
     clock, own = FakeClock(), calls(a=1.0, b=2.0, c=3.0)
-    times, cold = interleave(clock, own, rounds=4)
+    times, cold = interleave(clock, own, rounds=9)
     names = {call.run: name for name, call in own.items()}
     turns = [names[run] for run, _, _ in clock.log[len(own) :]]  # the first three are probes
-    assert turns == [*"abc", *"bca", *"cab", *"abc"]
+    assert all(sorted(turns[start : start + 3]) == [*"abc"] for start in range(0, 27, 3))
+    assert {*pairwise(turns)} >= {*permutations("abc", 2)}
     assert cold
-    assert all(len(rounds) == 4 for rounds in times.values())
+    assert all(len(rounds) == 9 for rounds in times.values())
 
 
 def test_calls_follow_the_budget_within_limits_and_the_first_of_a_turn_is_left_out() -> None:
