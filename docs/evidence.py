@@ -354,7 +354,7 @@ LINES: Sequence[Line] = (
     Line("More than one model", "soundness", _models, CPU, "#predicted-from-weights"),
     Line("Video", "video", _video, EMULATED, "#a-video"),
     Line("Video at full size", "step", _step, GPU, "#a-video"),
-    Line("Guards of `sdpa` on a GPU", "guards", _guards, GPU, "devices.md#what-the-guards-cost-on-a-gpu"),
+    Line("Guards of `sdpa` on a GPU", "guards", _guards, GPU, "devices.md"),
     Line("Decoding from pages", "paged", _paged, GPU, SPEED),
     Line("Several devices", "ring", _ring, GPU, "../eval/speed/ring/README.md"),
     Line("Random calls", "soak", _soak, GPU, "#random-calls"),
