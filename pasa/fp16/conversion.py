@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from pasa.fp16 import counting, editing, guards, running
 from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
-from pasa.fp16.planning import LARGEST, Peak, Plan, inside, modules_with_constants, peaks_of, plan_for
+from pasa.fp16.paths import inside, join, owner
+from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, peaks_of, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -74,7 +76,7 @@ class Conversion:
             A result did not follow the powers of two; the message names the module.
         """
         self._set_upcasts(False)
-        self._set({name: data if name in self._fixed else data.to(TRACED) for name, data in self.originals.items()})
+        self._set((name, data if name in self._fixed else data.to(TRACED)) for name, data in self.originals.items())
         tracer = self._trace({})
         if not tracer.inputs:
             raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
@@ -90,13 +92,13 @@ class Conversion:
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
         self._unreached = guards.scale_unreached(tracer, self.plan, shapes)
-        self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
+        self._set((name, editing.scaled(name, data.data, self.plan)) for name, data in self._tensors().items())
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
         for name, power in self.plan.epilogues.items():
             epilogues[name].factor = 2.0**-power
-        _confirm(self.plan, self._trace(cuts, self.plan))
-        self._set(dict(self._in_fp16()))
+        _confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
+        self._set(self._in_fp16())
 
     def run_in_fp16(self) -> None:
         """Run the sample in FP16.
@@ -165,7 +167,7 @@ class Conversion:
         if self._scaled_constants:
             editing.scale_constants(self.models, self.plan, back=True)
             self._scaled_constants = False
-        self._set(self.originals)
+        self._set(self.originals.items())
 
     def report(self) -> Fp16Report:
         """Return what was done; see :class:`Fp16Report`."""
@@ -187,9 +189,11 @@ class Conversion:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(editing.named_tensors(self.models))
 
-    def _set(self, data: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._tensors().items():
-            tensor.data = data[name]
+    def _set(self, data: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the data of parameters and buffers, each before the next is made: memory holds no second model."""
+        tensors = self._tensors()
+        for name, replacement in data:
+            tensors[name].data = replacement
 
     def _set_upcasts(self, value: bool) -> None:
         """Say in the configs of autoencoders whether pipelines convert them to FP32."""
@@ -214,18 +218,18 @@ class Conversion:
         for prefix, model in self.models.items():
             for path, module in model.named_modules():
                 for name in module._non_persistent_buffers_set:
-                    kept.add(".".join(filter(None, (prefix, path, name))))
+                    kept.add(join(prefix, path, name))
         return kept
 
     def _partitions(self, tracer: Tracer) -> dict[str, tuple[int, tuple[Cut, ...]]]:
         """Return the parts of fused parameters that the trace saw, where they fill the dimension without overlap."""
-        found = {}
-        for name, (dim, parts) in tracer.wanted.items():
+        cuts = {}
+        for name, (dim, parts) in tracer.shown.items():
             size = self.originals[name].shape[dim]
             covered = [index for part in parts for index in range(*part)]
             if sorted(covered) == list(range(size)):
-                found[name] = dim, tuple(sorted(parts))
-        return found
+                cuts[name] = dim, tuple(sorted(parts))
+        return cuts
 
     def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
         """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
@@ -235,7 +239,7 @@ class Conversion:
                 yield name, data
                 continue
             exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
-            if name in self.plan.offsets or inside(name.rpartition(".")[0], self.plan.islands):
+            if name in self.plan.offsets or inside(owner(name), self.plan.islands):
                 yield name, exact.float()
                 continue
             if name in self.plan.scales:
@@ -264,8 +268,7 @@ class Conversion:
         """Return the modules to watch: for each of the results nearest to the limit, the outermost that returns it."""
         by_result: dict[int, tuple[float, str]] = {}
         for module, peak in self._results().items():
-            inner = module.rpartition(".")[0]
-            if module in self.plan.inputs or not self._near(peak) or inside(inner, self.plan.islands):
+            if module in self.plan.inputs or not self._near(peak) or inside(owner(module), self.plan.islands):
                 continue
             if peak.index not in by_result or len(module) < len(by_result[peak.index][1]):
                 by_result[peak.index] = math.ldexp(peak.value, -self.plan.exponent(peak.form)), module
@@ -282,10 +285,18 @@ class Conversion:
                 yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
 
 
-def _confirm(plan: Plan, tracer: Tracer) -> None:
-    """Check that every peak of the scaled model is that of the original times its power of two, bit for bit."""
+def _confirm(plan: Plan, tracer: Tracer, scaled: Tracer) -> None:
+    """Check that every peak of the scaled model is that of the original times its power of two, bit for bit.
+
+    An epsilon that is wrong may show in no peak. So each that was scaled must be the number that the scaled model adds.
+    """
+    for place in plan.constants.keys() & tracer.constants.keys() - scaled.constants.keys():
+        raise RuntimeError(
+            f"to_fp16: {place.module or 'the model'} does not read its {place.attribute} anew, so it cannot be scaled; "
+            "the model is unchanged, please report it"
+        )
     tolerance = OFFSET_TOLERANCE if plan.offsets else 0.0
-    before, after = _by_place(plan.peaks), _by_place(peaks_of(tracer, 1.0))
+    before, after = _by_place(plan.peaks), _by_place(peaks_of(scaled, 1.0))
     for place, peak in before.items():
         expected = math.ldexp(peak.value, -plan.exponent(peak.form))
         measured = after[place].value if place in after else math.nan
@@ -307,13 +318,9 @@ def _by_place(peaks: Iterable[Peak]) -> dict[tuple[str, str, int], Peak]:
     return placed
 
 
-class _seeded:
-    """Context in which random numbers are the same each time, and after which they go on as before."""
-
-    def __enter__(self) -> None:
-        self._fork = torch.random.fork_rng()
-        self._fork.__enter__()
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Make random numbers the same each time inside, and let them go on as before afterwards."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # without devices, several GPUs are a warning
         torch.manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+        yield

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from pasa.fp16.paths import join
 from pasa.fp16.planning import Plan
 from pasa.fp16.tracks import Track
 
@@ -20,7 +21,7 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and id(tensor) not in met:
                 met.add(id(tensor))
-                yield ".".join(filter(None, (prefix, path))), tensor
+                yield join(prefix, path), tensor
 
 
 def parameter_names(models: Models) -> list[str]:

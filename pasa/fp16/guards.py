@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pasa.fp16.editing import Models, module_at, named_tensors
-from pasa.fp16.planning import Plan, inside
+from pasa.fp16.paths import contains, join, owner
+from pasa.fp16.planning import Plan
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant
 
@@ -56,11 +57,6 @@ def _thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def contains(outer: str, inner: str) -> bool:
-    """Return whether a module's path lies within another's."""
-    return not outer or inside(inner, {outer: ""})
-
-
 def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterable[str]) -> Iterator[Any]:
     """Refuse calls of scaled modules on their own, and of modules without powers of two.
 
@@ -90,7 +86,7 @@ def _guarded(
         if child in met:
             continue
         met.add(child)
-        inner = f"{path}.{name}" if path else name
+        inner = join(path, name)
         if entries.isdisjoint(child.modules()) and not isinstance(child, torch.nn.ModuleList):
             yield inner, child
             if listed:
@@ -135,20 +131,20 @@ def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]
     missing = {name for name, shape in shapes.items() if name not in tracer.parameters and shape.numel() > 1}
     refused = []
     for name in sorted(missing):
-        owner = name.rpartition(".")[0]
-        if owner in tracer.results or owner in refused:
+        module = owner(name)
+        if module in tracer.results or module in refused:
             continue
         sibling = _sibling(name, missing, shapes, plan)
         if sibling is None:
-            refused.append(owner)
+            refused.append(module)
             continue
         if sibling in plan.scales:
             plan.scales[name] = plan.scales[sibling]
         if sibling in plan.offsets:
             plan.offsets[name] = plan.offsets[sibling]
         for place, power in list(plan.constants.items()):
-            if place.module == sibling.rpartition(".")[0]:
-                plan.constants[Constant(owner, place.attribute)] = power
+            if place.module == owner(sibling):
+                plan.constants[Constant(module, place.attribute)] = power
     return refused
 
 

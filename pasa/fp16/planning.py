@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
+from pasa.fp16.paths import inside, owner
 from pasa.fp16.rules import INFINITE
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant, Cut
@@ -86,22 +87,19 @@ class Plan:
     values: dict[int, int] = field(default_factory=dict)
 
     def exponent(self, form: Form) -> int:
-        """Return the exponent that a resolved form has with the chosen values."""
-        return exponent(form, self.values)
+        """Return the exponent that a resolved form has with the chosen values.
 
-
-def exponent(form: Form, values: dict[int, int]) -> int:
-    """Return the value of a form.
-
-    Raises
-    ------
-    ArithmeticError
-        It is no whole number, so that no power of two fits.
-    """
-    total = sum((coefficient * values.get(unknown, 0) for unknown, coefficient in form.items()), start=0)
-    if total != int(total):
-        raise ArithmeticError(f"the model asks for a factor of 2**({total}), which is no power of two")
-    return int(total)
+        Raises
+        ------
+        NotImplementedError
+            It is no whole number, as of the root of an epsilon with an odd exponent.
+        """
+        total = sum((coefficient * self.values.get(unknown, 0) for unknown, coefficient in form.items()), start=0)
+        if total != int(total):
+            raise NotImplementedError(
+                f"to_fp16: a tensor would need the factor 2**({-total}), which is not exact: keep this model in FP32"
+            )
+        return int(total)
 
 
 def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
@@ -169,12 +167,13 @@ def choose(peaks: list[Peak]) -> dict[int, int]:
         if key and (key not in largest or largest[key].needed < peak.needed):
             largest[key] = peak
     limits = list(largest.values())
+    steps = _whole_steps(limits)
     values: dict[int, int] = {}
     for _ in range(ROUNDS + 4 * len(limits)):
         short = [peak for peak in limits if _missing(peak, values) > 0]
         if not short:
             return {unknown: value for unknown, value in values.items() if value}
-        trials = _raised(short[0], values)
+        trials = _raised(short[0], values, steps)
         values = min(trials, key=lambda trial: sum(_missing(peak, trial) > 0 for peak in limits))
     peak = short[0]
     raise NotImplementedError(
@@ -189,13 +188,22 @@ def _missing(peak: Peak, values: dict[int, int]) -> float:
     return peak.needed - total
 
 
-def _raised(peak: Peak, values: dict[int, int]) -> Iterator[dict[int, int]]:
+def _whole_steps(peaks: list[Peak]) -> dict[int, int]:
+    """Return the step of each unknown with which all exponents stay whole numbers: 2 for what a square root reads."""
+    steps: dict[int, int] = {}
+    for peak in peaks:
+        for unknown, coefficient in peak.form.items():
+            steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)
+    return steps
+
+
+def _raised(peak: Peak, values: dict[int, int], steps: dict[int, int]) -> Iterator[dict[int, int]]:
     """Yield values that lift a peak's exponent to what it needs by one unknown, beginning with the one met last."""
     missing = _missing(peak, values)
     for unknown in sorted(peak.form, reverse=True):
-        coefficient = float(peak.form[unknown])
-        step = math.ceil(missing / abs(coefficient)) * (1 if coefficient > 0 else -1)
-        yield {**values, unknown: values.get(unknown, 0) + step}
+        coefficient, step = float(peak.form[unknown]), steps[unknown]
+        raised = math.ceil(missing / abs(coefficient) / step) * step * (1 if coefficient > 0 else -1)
+        yield {**values, unknown: values.get(unknown, 0) + raised}
 
 
 def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
@@ -209,11 +217,6 @@ def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
     return {module for module in sums if module not in tracer.outputs}
 
 
-def inside(module: str, islands: dict[str, str]) -> bool:
-    """Return whether a module is one of the islands, or inside of one."""
-    return any(module == island or module.startswith(f"{island}.") for island in islands)
-
-
 def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     """Return the smallest modules that must stay in FP32, because a tensor in them is too large and cannot be scaled.
 
@@ -224,7 +227,7 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     """
     stuck = {peak.index: peak for peak in peaks if not peak.form and peak.needed > 0}
     islands: dict[str, str] = {}
-    for index, peak in stuck.items():
+    for peak in stuck.values():
         island = peak.module
         while island not in tracer.results or (
             island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
@@ -235,12 +238,11 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
                     f"hold with a margin, and they cannot be scaled because of {_why(tracer, peak)}: lower the margin, "
                     "or keep this model in FP32"
                 )
-            island = island.rpartition(".")[0]
+            island = owner(island)
         if not inside(island, islands):
-            islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
+            islands = {name: why for name, why in islands.items() if not inside(name, [island])}
             why = _why(tracer, peak)
             islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled because of {why}"
-        del index
     return islands
 
 

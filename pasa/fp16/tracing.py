@@ -24,6 +24,7 @@ from pasa.fp16 import rules
 from pasa.fp16.containers import float_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
+from pasa.fp16.paths import join
 from pasa.fp16.tracks import Constant, Cut, Operation, Track
 
 TRACED = torch.bfloat16
@@ -64,7 +65,7 @@ class Tracer(TorchDispatchMode):
         self.cuts = cuts
         self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
         self.constant_sums: list[tuple[int, str]] = []
-        self.wanted: dict[str, tuple[int, set[Cut]]] = {}
+        self.shown: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []
         self.parameters: dict[str, Track] = {}
         self.constants: dict[Constant, Form] = {}
@@ -83,9 +84,9 @@ class Tracer(TorchDispatchMode):
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
-                self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
+                self.modules.setdefault(module, join(prefix, path))
             for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-                name = ".".join(filter(None, (prefix, path)))
+                name = join(prefix, path)
                 if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
                     self._names.setdefault(id(tensor), name)
                     self._named.append(tensor)
@@ -150,13 +151,13 @@ class Tracer(TorchDispatchMode):
     def add_number(self, value: float, form: Form, why: str) -> None:
         """Scale a number that is added to a tensor of exponent `form`, or make that exponent 0.
 
-        The number can be scaled if the running module keeps it in an attribute for an epsilon.
+        The number can be scaled if the running module keeps it in an attribute for an epsilon, and in that one alone.
         """
         if not self.equations.resolve(form):
             return
         held = vars(self.stack[-1]) if self.stack else {}
         names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
-        if not names:
+        if len(names) != 1:
             self.equate(form, {}, why)
             return
         place = Constant(self.module, names[0])

@@ -89,7 +89,7 @@ class Constant:
 def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> list[Track] | None:
     """Return the exponents of the parts that a split or slice of the last dimension shows, or None.
 
-    A part of a fused product that has no exponent of its own yet is noted in ``tracer.wanted``, for the next trace.
+    A part of a fused product that has no exponent of its own yet is noted in ``tracer.shown``, for the next trace.
     """
     tensor: Tensor = args[0]
     shown = _parts(tensor, name, args)
@@ -97,7 +97,7 @@ def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> l
         return None
     if track.cuts is None:
         for weight, transposed in track.weights:
-            tracer.wanted.setdefault(weight, (-2 if transposed else -1, set()))[1].update(shown)
+            tracer.shown.setdefault(weight, (-2 if transposed else -1, set()))[1].update(shown)
         return None
     forms = dict(zip(track.cuts, track.forms or (), strict=True))
     if any(part not in forms for part in shown):
