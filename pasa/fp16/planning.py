@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pasa.fp16.exponents import Form
 from pasa.fp16.rules import INFINITE
@@ -130,7 +131,7 @@ def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], mar
         if not inside(name, plan.islands):
             for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
                 counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
-    plan.values = choose(counted)
+    plan.values = choose(counted, denominators(tracer))
     _collect(tracer, plan)
     return plan
 
@@ -152,7 +153,22 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                 yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
-def choose(peaks: list[Peak]) -> dict[int, int]:
+def denominators(tracer: Tracer) -> dict[int, int]:
+    """Return by what the value of an unknown must be divisible, where it is not 1: a root halves an exponent."""
+    forms = [form for operation in tracer.operations for form in operation.forms]
+    forms += [form for track in tracer.parameters.values() for form in track.forms or ()]
+    forms += [*tracer.constants.values(), *(form for form, _ in tracer.offsets.values())]
+    forms += [form for form in tracer.epilogues.values() if form is not None]
+    forms += [form for traced in (tracer.inputs, tracer.outputs) for each in traced.values() for form in each.values()]
+    steps: dict[int, int] = {}
+    for form in forms:
+        for unknown, coefficient in tracer.equations.resolve(form).items():
+            if coefficient.denominator > 1:
+                steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)
+    return steps
+
+
+def choose(peaks: list[Peak], steps: Mapping[int, int] = MappingProxyType({})) -> dict[int, int]:
     """Return values of the free unknowns with which every peak that can be scaled fits.
 
     A peak that is too large raises the unknown that the forward pass met last among those that its exponent depends on:
@@ -174,7 +190,7 @@ def choose(peaks: list[Peak]) -> dict[int, int]:
         short = [peak for peak in limits if _missing(peak, values) > 0]
         if not short:
             return {unknown: value for unknown, value in values.items() if value}
-        trials = _raised(short[0], values)
+        trials = _raised(short[0], values, steps)
         values = min(trials, key=lambda trial: sum(_missing(peak, trial) > 0 for peak in limits))
     peak = short[0]
     raise NotImplementedError(
@@ -189,12 +205,12 @@ def _missing(peak: Peak, values: dict[int, int]) -> float:
     return peak.needed - total
 
 
-def _raised(peak: Peak, values: dict[int, int]) -> Iterator[dict[int, int]]:
+def _raised(peak: Peak, values: dict[int, int], steps: Mapping[int, int]) -> Iterator[dict[int, int]]:
     """Yield values that lift a peak's exponent to what it needs by one unknown, beginning with the one met last."""
     missing = _missing(peak, values)
     for unknown in sorted(peak.form, reverse=True):
-        coefficient = float(peak.form[unknown])
-        step = math.ceil(missing / abs(coefficient)) * (1 if coefficient > 0 else -1)
+        coefficient, unit = float(peak.form[unknown]), steps.get(unknown, 1)
+        step = math.ceil(missing / abs(coefficient) / unit) * (unit if coefficient > 0 else -unit)
         yield {**values, unknown: values.get(unknown, 0) + step}
 
 
@@ -226,8 +242,10 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     islands: dict[str, str] = {}
     for index, peak in stuck.items():
         island = peak.module
-        while island not in tracer.results or (
-            island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
+        while (
+            not island
+            or island not in tracer.results
+            or (island not in tracer.epilogues and any(result in stuck for result in tracer.results[island]))
         ):
             if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(

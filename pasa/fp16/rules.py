@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -80,6 +81,14 @@ def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
 def holds_values(tensor: Tensor) -> bool:
     """Return whether a tensor holds real or complex numbers, and not whole ones."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def hold_infinity(operands: Any) -> bool:
+    """Return whether infinity stands among the numbers, or in the tensors, that an operator takes."""
+    return any(
+        bool(leaf.isinf().any()) if isinstance(leaf, Tensor) else isinstance(leaf, float) and math.isinf(leaf)
+        for leaf in tree_leaves(operands)
+    )
 
 
 def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
@@ -231,7 +240,9 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
     if degree is None:
         if not isinstance(args[0], Tensor) or not isinstance(args[1], (int, float)):
             return _pinned(tracer, operation, args, kwargs)
-        degree = Fraction(args[1]).limit_denominator(64)
+        degree = Fraction(args[1]).limit_denominator(2)
+        if degree != args[1]:  # no other power is computed exactly
+            return _pinned(tracer, operation, args, kwargs)
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, degree))
 
