@@ -13,11 +13,12 @@ from torch import Tensor
 
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import counting, editing, guards, running
+from pasa.fp16.confirming import confirm
 from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
-from pasa.fp16.paths import inside, join, owner
-from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, peaks_of, plan_for
+from pasa.fp16.paths import inside, owner
+from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -27,8 +28,6 @@ MARK = "scaled_by_pasa_to_fp16"
 
 The model itself holds it as a buffer, so that its state dict cannot be mixed up with one of the original.
 """
-OFFSET_TOLERANCE = 0.05
-"""Relative difference of peaks, in BF16, where a parameter with an offset is rounded to FP32; elsewhere it is 0."""
 WATCHED = 64
 """Modules are watched whose results come within this factor of the planned limit on the sample."""
 MOST_WATCHED = 32
@@ -52,13 +51,14 @@ class Conversion:
         self.models, self.run, self.margin = models, run, margin
         self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
         self.plan = Plan()
-        self._fixed = self._kept_buffers()
+        self._fixed = self._wide = editing.computed_buffers(models)
         self._upcasts = [
             model for model in models.values() if getattr(getattr(model, "config", None), "force_upcast", False)
         ]
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
         self._unreached: list[str] = []
+        self._unread: list[str] = []
         self._tracer = Tracer(models, {})
         self._scaled_constants = False
         self._hooks: list[Any] = []
@@ -76,29 +76,46 @@ class Conversion:
             A result did not follow the powers of two; the message names the module.
         """
         self._set_upcasts(False)
-        self._set((name, data if name in self._fixed else data.to(TRACED)) for name, data in self.originals.items())
-        tracer = self._trace({})
+        tracer = self._first_trace()
         if not tracer.inputs:
             raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
-        epilogues = {name: running.Epilogue() for name in sorted(modules_with_constants(tracer, self.margin))}
-        for name, epilogue in epilogues.items():
-            self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogue))
-        if epilogues:
+        epilogues: dict[str, running.Epilogue] = {}
+        while new := modules_with_constants(tracer, self.margin) - epilogues.keys():  # one hides the next
+            for name in sorted(new):
+                epilogues[name] = running.Epilogue()
+                self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
         peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
-        self._unreached = guards.scale_unreached(tracer, self.plan, shapes)
+        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
         self._set((name, editing.scaled(name, data.data, self.plan)) for name, data in self._tensors().items())
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
         for name, power in self.plan.epilogues.items():
             epilogues[name].factor = 2.0**-power
-        _confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
+        confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
         self._set(self._in_fp16())
+
+    def _first_trace(self) -> Tracer:
+        """Trace the model in BF16 with its computed buffers as they are, or in BF16 too where it does not run so.
+
+        Rotary frequencies must keep FP32, and are cast where they are used. Sinusoidal positions are not.
+        """
+        for wide in (self._wide, set[str]()):
+            self._wide = wide
+            self._set((name, data if name in wide else data.to(TRACED)) for name, data in self.originals.items())
+            try:
+                return self._trace({})
+            except Exception as error:
+                cause = error.__cause__ or error
+                again = wide and isinstance(cause, RuntimeError) and not str(cause).startswith("to_fp16")
+                if not again or isinstance(cause, torch.OutOfMemoryError):
+                    raise
+        raise AssertionError("unreachable")
 
     def run_in_fp16(self) -> None:
         """Run the sample in FP16.
@@ -106,15 +123,26 @@ class Conversion:
         Raises
         ------
         RuntimeError
-            A module returns infinity or NaN.
+            The model does not run in FP16, or a module returns infinity or NaN.
         """
         entered = self._entered
         self._hooks += running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
         self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan)
         self._widened = widen_logits(self.models)
-        with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
-            self.run()
+        with NonFiniteWatch(self.models) as watch, editing.unwritten(self.models), torch.no_grad(), _seeded():
+            try:
+                self.run()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                cause = error.__cause__ or error
+                if str(cause).startswith("to_fp16"):
+                    raise
+                raise RuntimeError(
+                    f"to_fp16: the model runs on the sample in BF16, but not in FP16 ({type(cause).__name__}: "
+                    f"{(str(cause).splitlines() or [''])[0]}): please report this model"
+                ) from cause
         if watch.first is not None and watch.first["origin"]:
             raise RuntimeError(
                 f"to_fp16: {watch.first['module']} is infinite or NaN in FP16 on the sample, although its peaks are in "
@@ -208,18 +236,9 @@ class Conversion:
     ) -> Tracer:
         plan = plan or Plan()
         tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
-        with _seeded(), tracer.running():
+        with editing.unwritten(self.models), _seeded(), tracer.running():
             self.run()
         return tracer
-
-    def _kept_buffers(self) -> set[str]:
-        """Return the buffers that keep their dtype: those that no checkpoint holds, such as rotary frequencies."""
-        kept = set()
-        for prefix, model in self.models.items():
-            for path, module in model.named_modules():
-                for name in module._non_persistent_buffers_set:
-                    kept.add(join(prefix, path, name))
-        return kept
 
     def _partitions(self, tracer: Tracer) -> dict[str, tuple[int, tuple[Cut, ...]]]:
         """Return the parts of fused parameters that the trace saw, where they fill the dimension without overlap."""
@@ -235,8 +254,11 @@ class Conversion:
         """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
         lost = total = 0
         for name, data in self.originals.items():
-            if name in self._fixed:
+            if name in self._wide:
                 yield name, data
+                continue
+            if name in self._unread and self.plan.scales:
+                yield name, torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
                 continue
             exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
             if name in self.plan.offsets or inside(owner(name), self.plan.islands):
@@ -283,39 +305,6 @@ class Conversion:
             scaled = math.ldexp(peak.value, -power)
             if power or peak.value * self.margin > LARGEST:
                 yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
-
-
-def _confirm(plan: Plan, tracer: Tracer, scaled: Tracer) -> None:
-    """Check that every peak of the scaled model is that of the original times its power of two, bit for bit.
-
-    An epsilon that is wrong may show in no peak. So each that was scaled must be the number that the scaled model adds.
-    """
-    for place in plan.constants.keys() & tracer.constants.keys() - scaled.constants.keys():
-        raise RuntimeError(
-            f"to_fp16: {place.module or 'the model'} does not read its {place.attribute} anew, so it cannot be scaled; "
-            "the model is unchanged, please report it"
-        )
-    tolerance = OFFSET_TOLERANCE if plan.offsets else 0.0
-    before, after = _by_place(plan.peaks), _by_place(peaks_of(scaled, 1.0))
-    for place, peak in before.items():
-        expected = math.ldexp(peak.value, -plan.exponent(peak.form))
-        measured = after[place].value if place in after else math.nan
-        if not abs(measured - expected) <= tolerance * expected:
-            raise RuntimeError(
-                f"to_fp16: {peak.module or 'the model'} ({peak.operation}) does not follow the powers of two: "
-                f"{measured:.6g} instead of {expected:.6g}; the model is unchanged, please report it"
-            )
-
-
-def _by_place(peaks: Iterable[Peak]) -> dict[tuple[str, str, int], Peak]:
-    """Return peaks by module, operator, and how often that operator has run there; without changes of dtype."""
-    counts: dict[tuple[str, str], int] = {}
-    placed = {}
-    for peak in peaks:
-        if peak.operation != "_to_copy":  # there is none where a parameter is FP32 already
-            count = counts[peak.module, peak.operation] = counts.get((peak.module, peak.operation), -1) + 1
-            placed[peak.module, peak.operation, count] = peak
-    return placed
 
 
 @contextmanager

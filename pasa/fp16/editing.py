@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +23,46 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
             if tensor.is_floating_point() and id(tensor) not in met:
                 met.add(id(tensor))
                 yield join(prefix, path), tensor
+
+
+def computed_buffers(models: Models) -> set[str]:
+    """Return the buffers that no checkpoint holds, such as rotary frequencies."""
+    return {
+        join(prefix, path, name)
+        for prefix, model in models.items()
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+@contextmanager
+def unwritten(models: Models) -> Iterator[None]:
+    """Let the models write to copies of their buffers inside, so that each run begins with the same state.
+
+    Raises
+    ------
+    NotImplementedError
+        A model has registered another buffer.
+    """
+    kept = {name: buffer.data for name, buffer in _buffers(models)}
+    for name, buffer in _buffers(models):
+        buffer.data = kept[name].clone()
+    try:
+        yield
+    finally:
+        for name, buffer in _buffers(models):
+            buffer.data = kept.get(name, buffer.data)
+    if new := [name for name, _ in _buffers(models) if name not in kept]:
+        raise NotImplementedError(
+            f"to_fp16: the model registers the buffer {new[0]} while it runs: load it again, and run it once before "
+            "to_fp16"
+        )
+
+
+def _buffers(models: Models) -> Iterator[tuple[str, Tensor]]:
+    for prefix, model in models.items():
+        for path, buffer in model.named_buffers():
+            yield join(prefix, path), buffer
 
 
 def parameter_names(models: Models) -> list[str]:

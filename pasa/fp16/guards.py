@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,18 @@ from pasa.fp16.paths import contains, join, owner
 from pasa.fp16.planning import Plan
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant
+
+HARMLESS = (
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.Identity,
+    torch.nn.Softmax,
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.modules.loss._Loss,
+)
+"""Modules without parameters that may run although the sample did not reach them."""
+DIGITS = re.compile(r"\.\d+(?=\.|$)")
+"""Index of a module in a list, in a path."""
 
 
 class Entered:
@@ -118,7 +131,7 @@ class _Unreached:
         )
 
 
-def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[str]:
+def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[list[str], list[str]]:
     """Give parameters that the sample did not reach the powers of two of their siblings, such as other experts.
 
     Siblings are modules of one list, with the same parameters. They must agree, and hold no epilogue.
@@ -126,13 +139,19 @@ def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]
     Returns
     -------
     list of str
-        Modules with parameters that have no such siblings.
+        Modules that the sample did not reach and that have no such siblings.
+    list of str
+        Parameters that the sample did not reach, of modules that it did.
     """
     missing = {name for name, shape in shapes.items() if name not in tracer.parameters and shape.numel() > 1}
-    refused = []
+    refused = _unreached_without_parameters(tracer)
+    unread = []
     for name in sorted(missing):
         module = owner(name)
-        if module in tracer.results or module in refused:
+        if module in tracer.results:
+            unread += [name] if name not in tracer.aliased else []
+            continue
+        if module in refused:
             continue
         sibling = _sibling(name, missing, shapes, plan)
         if sibling is None:
@@ -145,7 +164,22 @@ def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]
         for place, power in list(plan.constants.items()):
             if place.module == owner(sibling):
                 plan.constants[Constant(module, place.attribute)] = power
-    return refused
+    return refused, unread
+
+
+def _unreached_without_parameters(tracer: Tracer) -> list[str]:
+    """Return modules without parameters that the sample did not reach, and nothing beside them in a list either.
+
+    They may add numbers to a tensor that is scaled. Dropout, softmax and losses do not.
+    """
+    reached = {DIGITS.sub(".N", name) for name in tracer.results}
+    return [
+        name
+        for module, name in tracer.modules.items()
+        if DIGITS.sub(".N", name) not in reached
+        and not isinstance(module, HARMLESS)
+        and next(module.parameters(), None) is None
+    ]
 
 
 def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], plan: Plan) -> str | None:

@@ -93,7 +93,7 @@ class Fp16Report:
             factor = f"* 2^{-each.power}" if each.power else ""
             name = each.module or "(the model)"
             lines.append(f"  {each.peak:9.4g} {factor:7} {each.scaled:9.4g} {each.margin:9.3g}  {name}")
-        lines += [line for name, why in self.fp32 for line in _entry("FP32", name or "(the model)", why)]
+        lines += [line for name, why in self.fp32 for line in _entry("FP32", name, why)]
         for name, value, count in self.beyond:
             what = f"reached {value:.4g}" if math.isfinite(value) else "infinity or NaN"
             lines += _entry("BEYOND", name or "(the model)", f"{what}; seen in {count} forward passes")

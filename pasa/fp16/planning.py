@@ -87,19 +87,8 @@ class Plan:
     values: dict[int, int] = field(default_factory=dict)
 
     def exponent(self, form: Form) -> int:
-        """Return the exponent that a resolved form has with the chosen values.
-
-        Raises
-        ------
-        NotImplementedError
-            It is no whole number, as of the root of an epsilon with an odd exponent.
-        """
-        total = sum((coefficient * self.values.get(unknown, 0) for unknown, coefficient in form.items()), start=0)
-        if total != int(total):
-            raise NotImplementedError(
-                f"to_fp16: a tensor would need the factor 2**({-total}), which is not exact: keep this model in FP32"
-            )
-        return int(total)
+        """Return the exponent that a resolved form has with the chosen values; `denominators` makes it whole."""
+        return int(sum(coefficient * self.values.get(unknown, 0) for unknown, coefficient in form.items()))
 
 
 def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
@@ -128,7 +117,7 @@ def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], mar
         if not inside(name, plan.islands):
             for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
                 counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
-    plan.values = choose(counted)
+    plan.values = choose(counted, denominators(tracer))
     _collect(tracer, plan)
     return plan
 
@@ -150,7 +139,22 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                 yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
-def choose(peaks: list[Peak]) -> dict[int, int]:
+def denominators(tracer: Tracer) -> dict[int, int]:
+    """Return by what the value of an unknown must be divisible, where it is not 1: a root halves an exponent."""
+    forms = [form for operation in tracer.operations for form in operation.forms]
+    forms += [form for track in tracer.parameters.values() for form in track.forms or ()]
+    forms += [*tracer.constants.values(), *(form for form, _ in tracer.offsets.values())]
+    forms += [form for form in tracer.epilogues.values() if form is not None]
+    forms += [form for traced in (tracer.inputs, tracer.outputs) for each in traced.values() for form in each.values()]
+    steps: dict[int, int] = {}
+    for form in forms:
+        for unknown, coefficient in tracer.equations.resolve(form).items():
+            if coefficient.denominator > 1:
+                steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)
+    return steps
+
+
+def choose(peaks: list[Peak], steps: Mapping[int, int]) -> dict[int, int]:
     """Return values of the free unknowns with which every peak that can be scaled fits.
 
     A peak that is too large raises the unknown that the forward pass met last among those that its exponent depends on:
@@ -167,7 +171,6 @@ def choose(peaks: list[Peak]) -> dict[int, int]:
         if key and (key not in largest or largest[key].needed < peak.needed):
             largest[key] = peak
     limits = list(largest.values())
-    steps = _whole_steps(limits)
     values: dict[int, int] = {}
     for _ in range(ROUNDS + 4 * len(limits)):
         short = [peak for peak in limits if _missing(peak, values) > 0]
@@ -188,22 +191,13 @@ def _missing(peak: Peak, values: dict[int, int]) -> float:
     return peak.needed - total
 
 
-def _whole_steps(peaks: list[Peak]) -> dict[int, int]:
-    """Return the step of each unknown with which all exponents stay whole numbers: 2 for what a square root reads."""
-    steps: dict[int, int] = {}
-    for peak in peaks:
-        for unknown, coefficient in peak.form.items():
-            steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)
-    return steps
-
-
-def _raised(peak: Peak, values: dict[int, int], steps: dict[int, int]) -> Iterator[dict[int, int]]:
+def _raised(peak: Peak, values: dict[int, int], steps: Mapping[int, int]) -> Iterator[dict[int, int]]:
     """Yield values that lift a peak's exponent to what it needs by one unknown, beginning with the one met last."""
     missing = _missing(peak, values)
     for unknown in sorted(peak.form, reverse=True):
-        coefficient, step = float(peak.form[unknown]), steps[unknown]
-        raised = math.ceil(missing / abs(coefficient) / step) * step * (1 if coefficient > 0 else -1)
-        yield {**values, unknown: values.get(unknown, 0) + raised}
+        coefficient, unit = float(peak.form[unknown]), steps.get(unknown, 1)
+        step = math.ceil(missing / abs(coefficient) / unit) * (unit if coefficient > 0 else -unit)
+        yield {**values, unknown: values.get(unknown, 0) + step}
 
 
 def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
@@ -229,8 +223,10 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     islands: dict[str, str] = {}
     for peak in stuck.values():
         island = peak.module
-        while island not in tracer.results or (
-            island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
+        while (
+            not island
+            or island not in tracer.results
+            or (island not in tracer.epilogues and any(result in stuck for result in tracer.results[island]))
         ):
             if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1), "square": Fraction(2)}
 """Degrees of roots and powers."""
-
-LARGEST_ROOT = 64
-"""Degrees of powers are multiples of one over a power of two up to this; 1/3, for example, is none in binary."""
 
 INFINITE = 1e30
 """Numbers from here on stand for infinity, as the smallest number of a dtype does in a mask."""
@@ -83,6 +81,14 @@ def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
 def holds_values(tensor: Tensor) -> bool:
     """Return whether a tensor holds real or complex numbers, and not whole ones."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def hold_infinity(operands: Any) -> bool:
+    """Return whether infinity stands among the numbers, or in the tensors, that an operator takes."""
+    return any(
+        bool(leaf.isinf().any()) if isinstance(leaf, Tensor) else isinstance(leaf, float) and math.isinf(leaf)
+        for leaf in tree_leaves(operands)
+    )
 
 
 def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
@@ -238,8 +244,8 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
     if degree is None:
         if not isinstance(args[0], Tensor) or not isinstance(args[1], (int, float)):
             return _pinned(tracer, operation, args, kwargs)
-        degree = Fraction(args[1])
-        if degree.denominator > LARGEST_ROOT:
+        degree = Fraction(args[1]).limit_denominator(2)
+        if degree != args[1]:  # no other power is computed exactly
             return _pinned(tracer, operation, args, kwargs)
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, degree))

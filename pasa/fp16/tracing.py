@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
-from pasa.fp16.containers import float_leaves, replaced
+from pasa.fp16.containers import float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
 from pasa.fp16.paths import join
@@ -81,6 +81,8 @@ class Tracer(TorchDispatchMode):
         self.stack: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
         self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
+        self._memory: dict[int, str] = {}
+        self.aliased: set[str] = set()
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
@@ -90,6 +92,7 @@ class Tracer(TorchDispatchMode):
                 if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
                     self._names.setdefault(id(tensor), name)
                     self._named.append(tensor)
+                    self._memory.setdefault(tensor.untyped_storage().data_ptr(), name)
 
     @property
     def module(self) -> str:
@@ -102,7 +105,10 @@ class Tracer(TorchDispatchMode):
             return Track(({},), constant=True)
         if id(value) in self._names:
             return self._parameter(value)
-        return self._tracks.get(value) or Track(({},), constant=True)
+        track = self._tracks.get(value)
+        if track is None and value.untyped_storage().data_ptr() in self._memory:
+            self.aliased.add(self._memory[value.untyped_storage().data_ptr()])
+        return track or Track(({},), constant=True)
 
     def put(self, out: Any, track: Track) -> None:
         """Give all floating-point tensors among an operation's results an exponent."""
@@ -189,7 +195,7 @@ class Tracer(TorchDispatchMode):
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
         if name not in VIEWS:
-            self._record(operation, out)
+            self._record(operation, (args, kwargs), out)
         return out
 
     def _constant(self, name: str, args: Any, tracks: list[Track], out: Any) -> None:
@@ -204,7 +210,7 @@ class Tracer(TorchDispatchMode):
             origin = tracks[0].origin if tracks and name in COPIES | HOMOGENEOUS else None
             self.put(out, Track(None if zeros else ({},), constant=True, origin=origin))
 
-    def _record(self, operation: Operation, out: Any) -> None:
+    def _record(self, operation: Operation, operands: Any, out: Any) -> None:
         """Keep the exponents and peaks of an operation's first result that would be FP16."""
         for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
             track = self._tracks.get(tensor)
@@ -215,6 +221,9 @@ class Tracer(TorchDispatchMode):
                 parts = [tensor] if track.cuts is None else [tensor[..., slice(*cut)] for cut in track.cuts]
                 operation.forms = track.forms or ()
                 operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+                if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
+                    finite = [part.masked_fill(part.isinf(), 0) for part in parts]
+                    operation.peaks = torch.stack([part.abs().amax().float() for part in finite])
 
     @contextmanager
     def running(self) -> Iterator[Tracer]:
@@ -302,10 +311,8 @@ class Tracer(TorchDispatchMode):
         """Return the output with copies in the place of what is multiplied back."""
         name = self.modules[module]
         outputs, powers = self.outputs.setdefault(name, {}), self._powers[1].get(name, {})
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, Tensor):  # an output of a class that torch does not look into
-                for _, tensor in float_leaves(getattr(leaf, "__dict__", {})):
-                    self.pin(self.track(tensor), "returns it")
+        for tensor in opaque_leaves(output):
+            self.pin(self.track(tensor), "returns it")
 
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
