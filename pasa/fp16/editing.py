@@ -94,10 +94,7 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
 
 def peaks(tensor: Tensor, track: Track) -> list[float]:
     """Return the largest magnitude of a parameter, part by part."""
-    parts = [
-        tensor if cut is None else tensor.transpose(track.dim, -1)[..., slice(*cut)] for cut in track.cuts or [None]
-    ]
-    return [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    return [float(part.abs().max()) if part.numel() else 0.0 for part in track.parts(tensor)]
 
 
 def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:

@@ -53,6 +53,12 @@ class Track:
     producer: int = -1
     origin: str | None = None
 
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return views of the parts of a tensor that have exponents of their own, or the tensor alone."""
+        if self.cuts is None:
+            return [tensor]
+        return [tensor.transpose(self.dim, -1)[..., slice(*cut)] for cut in self.cuts]
+
 
 @dataclass
 class Operation:

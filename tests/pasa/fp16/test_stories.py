@@ -208,3 +208,30 @@ def test_experts_in_one_tensor_have_one_power_whether_reached_or_not(family):
     truth = outputs(model, family)
     pasa.to_fp16(model, {"input_ids": IDS[:, :2], "use_cache": False, "output_hidden_states": True})
     assert error(outputs(model, family), truth) < 2e-2
+
+
+class Gathered(nn.Module):
+    """Experts in one tensor, each with a gate above an up projection, of which every token gathers its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(8), nn.Linear(32, 8)
+        self.gate_up = nn.Parameter(torch.randn(4, 64, 8) / 4)
+
+    def forward(self, x):
+        weights = self.gate_up[torch.arange(len(x)) % 4]
+        gate, up = (self.norm(x)[:, None] @ weights.transpose(1, 2))[:, 0].chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def test_gathered_weights_keep_their_parts():
+    """Story: parts of rows were looked for among the columns of gathered weights, of which there were too few."""
+    torch.manual_seed(0)
+    model, x = Gathered().eval(), torch.randn(6, 8)
+    with torch.no_grad():
+        model.gate_up[:, 32:].mul_(1e6)
+        model.down.weight.mul_(1e-6)
+        truth = model(x)
+        handle = pasa.to_fp16(model, x)
+        assert not handle.report().fp32
+        torch.testing.assert_close(model(x.half()).float(), truth, rtol=0, atol=5e-3)
