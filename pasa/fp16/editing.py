@@ -102,10 +102,3 @@ def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:
     for place, power in plan.constants.items():
         module = module_at(models, place.module)
         setattr(module, place.attribute, getattr(module, place.attribute) * 2.0 ** (power if back else -power))
-
-
-def scale_in_place(models: Models, plan: Plan) -> None:
-    """Scale a model without changing its dtype."""
-    for name, tensor in named_tensors(models):
-        tensor.data = scaled(name, tensor.data, plan)
-    scale_constants(models, plan)
