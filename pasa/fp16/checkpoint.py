@@ -90,8 +90,6 @@ class CheckpointConversion(Conversion):
             raise NotImplementedError(
                 f"{error}; a checkpoint can say less than a running model: load it and call pasa.to_fp16"
             ) from None
-        except ArithmeticError as error:
-            raise NotImplementedError(f"to-fp16: {error}") from None
         except RuntimeError as error:
             if not str(error).startswith("to_fp16:"):
                 raise
@@ -285,7 +283,7 @@ def _set_dtype(part: dict[str, Any]) -> None:
 def note_of(values: Mapping[Entry, tuple[float, float]], powers: Powers, hidden: Mapping[str, int]) -> str:
     """Return the text of FP16.md: what is different in this checkpoint."""
     epsilons_changed = [f"- `{'.'.join(entry)}`: {old:g} is now {new!r}" for entry, (old, new) in values.items()]
-    states = [f"- `{name}`: 2^-{power}" if power > 0 else f"- `{name}`: 2^{-power}" for name, power in hidden.items()]
+    states = [f"- `{name}`: 2^{-power}" for name, power in hidden.items()]
     lines = [
         "# Scaled for FP16",
         "",

@@ -5,9 +5,10 @@ The outputs of transformers and diffusers are dicts. torch's own functions give 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,28 @@ def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(value, (list, tuple)):
         return [leaf for index, item in enumerate(value) for leaf in float_leaves(item, f"{path}[{index}]")]
     return []
+
+
+def opaque_leaves(value: Any, met: set[int] | None = None, *, inside: bool = False) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in attributes of objects that are no containers, caches left out.
+
+    `float_leaves` does not see them, and `replaced` cannot change them.
+    """
+    met = set() if met is None else met
+    if isinstance(value, Tensor):
+        if inside and value.is_floating_point():
+            yield value
+        return
+    if id(value) in met or isinstance(value, torch.nn.Module) or "cache" in type(value).__name__.lower():
+        return
+    met.add(id(value))
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from opaque_leaves(item, met, inside=inside)
+        return
+    slots = [name for each in type(value).__mro__ for name in vars(each).get("__slots__", ())]
+    for item in [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]:
+        yield from opaque_leaves(item, met, inside=True)
 
 
 def replaced(value: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:

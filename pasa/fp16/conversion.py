@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import counting, editing, guards, running
+from pasa.fp16.confirming import confirm
 from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
-from pasa.fp16.planning import LARGEST, Peak, Plan, inside, modules_with_constants, peaks_of, plan_for
+from pasa.fp16.paths import inside, owner
+from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -25,8 +28,6 @@ MARK = "scaled_by_pasa_to_fp16"
 
 The model itself holds it as a buffer, so that its state dict cannot be mixed up with one of the original.
 """
-OFFSET_TOLERANCE = 0.05
-"""Relative difference of peaks, in BF16, where a parameter with an offset is rounded to FP32; elsewhere it is 0."""
 WATCHED = 64
 """Modules are watched whose results come within this factor of the planned limit on the sample."""
 MOST_WATCHED = 32
@@ -50,13 +51,14 @@ class Conversion:
         self.models, self.run, self.margin = models, run, margin
         self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
         self.plan = Plan()
-        self._fixed = self._kept_buffers()
+        self._fixed = self._wide = editing.computed_buffers(models)
         self._upcasts = [
             model for model in models.values() if getattr(getattr(model, "config", None), "force_upcast", False)
         ]
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
         self._unreached: list[str] = []
+        self._unread: list[str] = []
         self._tracer = Tracer(models, {})
         self._scaled_constants = False
         self._hooks: list[Any] = []
@@ -74,29 +76,46 @@ class Conversion:
             A result did not follow the powers of two; the message names the module.
         """
         self._set_upcasts(False)
-        self._set({name: data if name in self._fixed else data.to(TRACED) for name, data in self.originals.items()})
-        tracer = self._trace({})
+        tracer = self._first_trace()
         if not tracer.inputs:
             raise ValueError("to_fp16: the sample calls no module of the model: pass a dict of its arguments")
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
-        epilogues = {name: running.Epilogue() for name in sorted(modules_with_constants(tracer, self.margin))}
-        for name, epilogue in epilogues.items():
-            self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogue))
-        if epilogues:
+        epilogues: dict[str, running.Epilogue] = {}
+        while new := modules_with_constants(tracer, self.margin) - epilogues.keys():  # one hides the next
+            for name in sorted(new):
+                epilogues[name] = running.Epilogue()
+                self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
         peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
-        self._unreached = guards.scale_unreached(tracer, self.plan, shapes)
-        self._set({name: editing.scaled(name, data.data, self.plan) for name, data in self._tensors().items()})
+        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
+        self._set((name, editing.scaled(name, data.data, self.plan)) for name, data in self._tensors().items())
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
         for name, power in self.plan.epilogues.items():
             epilogues[name].factor = 2.0**-power
-        _confirm(self.plan, self._trace(cuts, self.plan))
-        self._set(dict(self._in_fp16()))
+        confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
+        self._set(self._in_fp16())
+
+    def _first_trace(self) -> Tracer:
+        """Trace the model in BF16 with its computed buffers as they are, or in BF16 too where it does not run so.
+
+        Rotary frequencies must keep FP32, and are cast where they are used. Sinusoidal positions are not.
+        """
+        for wide in (self._wide, set[str]()):
+            self._wide = wide
+            self._set((name, data if name in wide else data.to(TRACED)) for name, data in self.originals.items())
+            try:
+                return self._trace({})
+            except Exception as error:
+                cause = error.__cause__ or error
+                again = wide and isinstance(cause, RuntimeError) and not str(cause).startswith("to_fp16")
+                if not again or isinstance(cause, torch.OutOfMemoryError):
+                    raise
+        raise AssertionError("unreachable")
 
     def run_in_fp16(self) -> None:
         """Run the sample in FP16.
@@ -104,15 +123,26 @@ class Conversion:
         Raises
         ------
         RuntimeError
-            A module returns infinity or NaN.
+            The model does not run in FP16, or a module returns infinity or NaN.
         """
         entered = self._entered
         self._hooks += running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
         self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan)
         self._widened = widen_logits(self.models)
-        with NonFiniteWatch(self.models) as watch, torch.no_grad(), _seeded():
-            self.run()
+        with NonFiniteWatch(self.models) as watch, editing.unwritten(self.models), torch.no_grad(), _seeded():
+            try:
+                self.run()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                cause = error.__cause__ or error
+                if str(cause).startswith("to_fp16"):
+                    raise
+                raise RuntimeError(
+                    f"to_fp16: the model runs on the sample in BF16, but not in FP16 ({type(cause).__name__}: "
+                    f"{(str(cause).splitlines() or [''])[0]}): please report this model"
+                ) from cause
         if watch.first is not None and watch.first["origin"]:
             raise RuntimeError(
                 f"to_fp16: {watch.first['module']} is infinite or NaN in FP16 on the sample, although its peaks are in "
@@ -165,7 +195,7 @@ class Conversion:
         if self._scaled_constants:
             editing.scale_constants(self.models, self.plan, back=True)
             self._scaled_constants = False
-        self._set(self.originals)
+        self._set(self.originals.items())
 
     def report(self) -> Fp16Report:
         """Return what was done; see :class:`Fp16Report`."""
@@ -187,9 +217,11 @@ class Conversion:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(editing.named_tensors(self.models))
 
-    def _set(self, data: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._tensors().items():
-            tensor.data = data[name]
+    def _set(self, data: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the data of parameters and buffers, each before the next is made: memory holds no second model."""
+        tensors = self._tensors()
+        for name, replacement in data:
+            tensors[name].data = replacement
 
     def _set_upcasts(self, value: bool) -> None:
         """Say in the configs of autoencoders whether pipelines convert them to FP32."""
@@ -204,38 +236,32 @@ class Conversion:
     ) -> Tracer:
         plan = plan or Plan()
         tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
-        with _seeded(), tracer.running():
+        with editing.unwritten(self.models), _seeded(), tracer.running():
             self.run()
         return tracer
 
-    def _kept_buffers(self) -> set[str]:
-        """Return the buffers that keep their dtype: those that no checkpoint holds, such as rotary frequencies."""
-        kept = set()
-        for prefix, model in self.models.items():
-            for path, module in model.named_modules():
-                for name in module._non_persistent_buffers_set:
-                    kept.add(".".join(filter(None, (prefix, path, name))))
-        return kept
-
     def _partitions(self, tracer: Tracer) -> dict[str, tuple[int, tuple[Cut, ...]]]:
         """Return the parts of fused parameters that the trace saw, where they fill the dimension without overlap."""
-        found = {}
-        for name, (dim, parts) in tracer.wanted.items():
+        cuts = {}
+        for name, (dim, parts) in tracer.shown.items():
             size = self.originals[name].shape[dim]
             covered = [index for part in parts for index in range(*part)]
             if sorted(covered) == list(range(size)):
-                found[name] = dim, tuple(sorted(parts))
-        return found
+                cuts[name] = dim, tuple(sorted(parts))
+        return cuts
 
     def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
         """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
         lost = total = 0
         for name, data in self.originals.items():
-            if name in self._fixed:
+            if name in self._wide:
                 yield name, data
                 continue
+            if name in self._unread and self.plan.scales:
+                yield name, torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
+                continue
             exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
-            if name in self.plan.offsets or inside(name.rpartition(".")[0], self.plan.islands):
+            if name in self.plan.offsets or inside(owner(name), self.plan.islands):
                 yield name, exact.float()
                 continue
             if name in self.plan.scales:
@@ -264,8 +290,7 @@ class Conversion:
         """Return the modules to watch: for each of the results nearest to the limit, the outermost that returns it."""
         by_result: dict[int, tuple[float, str]] = {}
         for module, peak in self._results().items():
-            inner = module.rpartition(".")[0]
-            if module in self.plan.inputs or not self._near(peak) or inside(inner, self.plan.islands):
+            if module in self.plan.inputs or not self._near(peak) or inside(owner(module), self.plan.islands):
                 continue
             if peak.index not in by_result or len(module) < len(by_result[peak.index][1]):
                 by_result[peak.index] = math.ldexp(peak.value, -self.plan.exponent(peak.form)), module
@@ -282,38 +307,9 @@ class Conversion:
                 yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
 
 
-def _confirm(plan: Plan, tracer: Tracer) -> None:
-    """Check that every peak of the scaled model is that of the original times its power of two, bit for bit."""
-    tolerance = OFFSET_TOLERANCE if plan.offsets else 0.0
-    before, after = _by_place(plan.peaks), _by_place(peaks_of(tracer, 1.0))
-    for place, peak in before.items():
-        expected = math.ldexp(peak.value, -plan.exponent(peak.form))
-        measured = after[place].value if place in after else math.nan
-        if not abs(measured - expected) <= tolerance * expected:
-            raise RuntimeError(
-                f"to_fp16: {peak.module or 'the model'} ({peak.operation}) does not follow the powers of two: "
-                f"{measured:.6g} instead of {expected:.6g}; the model is unchanged, please report it"
-            )
-
-
-def _by_place(peaks: Iterable[Peak]) -> dict[tuple[str, str, int], Peak]:
-    """Return peaks by module, operator, and how often that operator has run there; without changes of dtype."""
-    counts: dict[tuple[str, str], int] = {}
-    placed = {}
-    for peak in peaks:
-        if peak.operation != "_to_copy":  # there is none where a parameter is FP32 already
-            count = counts[peak.module, peak.operation] = counts.get((peak.module, peak.operation), -1) + 1
-            placed[peak.module, peak.operation, count] = peak
-    return placed
-
-
-class _seeded:
-    """Context in which random numbers are the same each time, and after which they go on as before."""
-
-    def __enter__(self) -> None:
-        self._fork = torch.random.fork_rng()
-        self._fork.__enter__()
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Make random numbers the same each time inside, and let them go on as before afterwards."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # without devices, several GPUs are a warning
         torch.manual_seed(0)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+        yield

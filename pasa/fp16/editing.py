@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from pasa.fp16.paths import join
 from pasa.fp16.planning import Plan
 from pasa.fp16.tracks import Track
 
@@ -20,7 +22,47 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and id(tensor) not in met:
                 met.add(id(tensor))
-                yield ".".join(filter(None, (prefix, path))), tensor
+                yield join(prefix, path), tensor
+
+
+def computed_buffers(models: Models) -> set[str]:
+    """Return the buffers that no checkpoint holds, such as rotary frequencies."""
+    return {
+        join(prefix, path, name)
+        for prefix, model in models.items()
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+@contextmanager
+def unwritten(models: Models) -> Iterator[None]:
+    """Let the models write to copies of their buffers inside, so that each run begins with the same state.
+
+    Raises
+    ------
+    NotImplementedError
+        A model has registered another buffer.
+    """
+    kept = {name: buffer.data for name, buffer in _buffers(models)}
+    for name, buffer in _buffers(models):
+        buffer.data = kept[name].clone()
+    try:
+        yield
+    finally:
+        for name, buffer in _buffers(models):
+            buffer.data = kept.get(name, buffer.data)
+    if new := [name for name, _ in _buffers(models) if name not in kept]:
+        raise NotImplementedError(
+            f"to_fp16: the model registers the buffer {new[0]} while it runs: load it again, and run it once before "
+            "to_fp16"
+        )
+
+
+def _buffers(models: Models) -> Iterator[tuple[str, Tensor]]:
+    for prefix, model in models.items():
+        for path, buffer in model.named_buffers():
+            yield join(prefix, path), buffer
 
 
 def parameter_names(models: Models) -> list[str]:
@@ -52,10 +94,7 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
 
 def peaks(tensor: Tensor, track: Track) -> list[float]:
     """Return the largest magnitude of a parameter, part by part."""
-    parts = [
-        tensor if cut is None else tensor.transpose(track.dim, -1)[..., slice(*cut)] for cut in track.cuts or [None]
-    ]
-    return [float(part.abs().max()) if part.numel() else 0.0 for part in parts]
+    return [float(part.abs().max()) if part.numel() else 0.0 for part in track.parts(tensor)]
 
 
 def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:
@@ -63,10 +102,3 @@ def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:
     for place, power in plan.constants.items():
         module = module_at(models, place.module)
         setattr(module, place.attribute, getattr(module, place.attribute) * 2.0 ** (power if back else -power))
-
-
-def scale_in_place(models: Models, plan: Plan) -> None:
-    """Scale a model without changing its dtype."""
-    for name, tensor in named_tensors(models):
-        tensor.data = scaled(name, tensor.data, plan)
-    scale_constants(models, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -9,9 +10,22 @@ from typing import Any
 import torch
 
 from pasa.fp16.editing import Models, module_at, named_tensors
-from pasa.fp16.planning import Plan, inside
+from pasa.fp16.paths import contains, join, owner
+from pasa.fp16.planning import Plan
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant
+
+HARMLESS = (
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.Identity,
+    torch.nn.Softmax,
+    torch.nn.modules.dropout._DropoutNd,
+    torch.nn.modules.loss._Loss,
+)
+"""Modules without parameters that may run although the sample did not reach them."""
+DIGITS = re.compile(r"\.\d+(?=\.|$)")
+"""Index of a module in a list, in a path."""
 
 
 class Entered:
@@ -56,11 +70,6 @@ def _thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-def contains(outer: str, inner: str) -> bool:
-    """Return whether a module's path lies within another's."""
-    return not outer or inside(inner, {outer: ""})
-
-
 def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterable[str]) -> Iterator[Any]:
     """Refuse calls of scaled modules on their own, and of modules without powers of two.
 
@@ -90,7 +99,7 @@ def _guarded(
         if child in met:
             continue
         met.add(child)
-        inner = f"{path}.{name}" if path else name
+        inner = join(path, name)
         if entries.isdisjoint(child.modules()) and not isinstance(child, torch.nn.ModuleList):
             yield inner, child
             if listed:
@@ -122,7 +131,7 @@ class _Unreached:
         )
 
 
-def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[str]:
+def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[list[str], list[str]]:
     """Give parameters that the sample did not reach the powers of two of their siblings, such as other experts.
 
     Siblings are modules of one list, with the same parameters. They must agree, and hold no epilogue.
@@ -130,26 +139,47 @@ def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]
     Returns
     -------
     list of str
-        Modules with parameters that have no such siblings.
+        Modules that the sample did not reach and that have no such siblings.
+    list of str
+        Parameters that the sample did not reach, of modules that it did.
     """
     missing = {name for name, shape in shapes.items() if name not in tracer.parameters and shape.numel() > 1}
-    refused = []
+    refused = _unreached_without_parameters(tracer)
+    unread = []
     for name in sorted(missing):
-        owner = name.rpartition(".")[0]
-        if owner in tracer.results or owner in refused:
+        module = owner(name)
+        if module in tracer.results:
+            unread += [name] if name not in tracer.aliased else []
+            continue
+        if module in refused:
             continue
         sibling = _sibling(name, missing, shapes, plan)
         if sibling is None:
-            refused.append(owner)
+            refused.append(module)
             continue
         if sibling in plan.scales:
             plan.scales[name] = plan.scales[sibling]
         if sibling in plan.offsets:
             plan.offsets[name] = plan.offsets[sibling]
         for place, power in list(plan.constants.items()):
-            if place.module == sibling.rpartition(".")[0]:
-                plan.constants[Constant(owner, place.attribute)] = power
-    return refused
+            if place.module == owner(sibling):
+                plan.constants[Constant(module, place.attribute)] = power
+    return refused, unread
+
+
+def _unreached_without_parameters(tracer: Tracer) -> list[str]:
+    """Return modules without parameters that the sample did not reach, and nothing beside them in a list either.
+
+    They may add numbers to a tensor that is scaled. Dropout, softmax and losses do not.
+    """
+    reached = {DIGITS.sub(".N", name) for name in tracer.results}
+    return [
+        name
+        for module, name in tracer.modules.items()
+        if DIGITS.sub(".N", name) not in reached
+        and not isinstance(module, HARMLESS)
+        and next(module.parameters(), None) is None
+    ]
 
 
 def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], plan: Plan) -> str | None:

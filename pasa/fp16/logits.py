@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.fp16.paths import join
+
 ROWS = 16384
 """Rows of the vocabulary that are converted to FP32 at a time, where no kernel returns FP32: 64 MB at width 1,024."""
 
@@ -27,7 +29,7 @@ def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Calla
             continue
         head.forward = Product(head)  # type: ignore[method-assign]
         path = next(name for name, module in model.named_modules() if module is head)
-        widened.append((".".join(filter(None, (prefix, path))), partial(delattr, head, "forward")))
+        widened.append((join(prefix, path), partial(delattr, head, "forward")))
     return widened
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
+from pasa.fp16.paths import inside, owner
 from pasa.fp16.rules import INFINITE
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant, Cut
@@ -86,22 +87,8 @@ class Plan:
     values: dict[int, int] = field(default_factory=dict)
 
     def exponent(self, form: Form) -> int:
-        """Return the exponent that a resolved form has with the chosen values."""
-        return exponent(form, self.values)
-
-
-def exponent(form: Form, values: dict[int, int]) -> int:
-    """Return the value of a form.
-
-    Raises
-    ------
-    ArithmeticError
-        It is no whole number, so that no power of two fits.
-    """
-    total = sum((coefficient * values.get(unknown, 0) for unknown, coefficient in form.items()), start=0)
-    if total != int(total):
-        raise ArithmeticError(f"the model asks for a factor of 2**({total}), which is no power of two")
-    return int(total)
+        """Return the exponent that a resolved form has with the chosen values; `denominators` makes it whole."""
+        return int(sum(coefficient * self.values.get(unknown, 0) for unknown, coefficient in form.items()))
 
 
 def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], margin: float) -> Plan:
@@ -130,7 +117,7 @@ def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], mar
         if not inside(name, plan.islands):
             for form, value in zip(track.forms or (), parameter_peaks[name], strict=True):
                 counted.append(Peak(name, "parameter", tracer.equations.resolve(form), value, 1.0))
-    plan.values = choose(counted)
+    plan.values = choose(counted, denominators(tracer))
     _collect(tracer, plan)
     return plan
 
@@ -152,7 +139,22 @@ def peaks_of(tracer: Tracer, margin: float) -> Iterator[Peak]:
                 yield Peak(operation.module, operation.name, resolved, value, margin, index)
 
 
-def choose(peaks: list[Peak]) -> dict[int, int]:
+def denominators(tracer: Tracer) -> dict[int, int]:
+    """Return by what the value of an unknown must be divisible, where it is not 1: a root halves an exponent."""
+    forms = [form for operation in tracer.operations for form in operation.forms]
+    forms += [form for track in tracer.parameters.values() for form in track.forms or ()]
+    forms += [*tracer.constants.values(), *(form for form, _ in tracer.offsets.values())]
+    forms += [form for form in tracer.epilogues.values() if form is not None]
+    forms += [form for traced in (tracer.inputs, tracer.outputs) for each in traced.values() for form in each.values()]
+    steps: dict[int, int] = {}
+    for form in forms:
+        for unknown, coefficient in tracer.equations.resolve(form).items():
+            if coefficient.denominator > 1:
+                steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)
+    return steps
+
+
+def choose(peaks: list[Peak], steps: Mapping[int, int]) -> dict[int, int]:
     """Return values of the free unknowns with which every peak that can be scaled fits.
 
     A peak that is too large raises the unknown that the forward pass met last among those that its exponent depends on:
@@ -174,7 +176,7 @@ def choose(peaks: list[Peak]) -> dict[int, int]:
         short = [peak for peak in limits if _missing(peak, values) > 0]
         if not short:
             return {unknown: value for unknown, value in values.items() if value}
-        trials = _raised(short[0], values)
+        trials = _raised(short[0], values, steps)
         values = min(trials, key=lambda trial: sum(_missing(peak, trial) > 0 for peak in limits))
     peak = short[0]
     raise NotImplementedError(
@@ -189,12 +191,12 @@ def _missing(peak: Peak, values: dict[int, int]) -> float:
     return peak.needed - total
 
 
-def _raised(peak: Peak, values: dict[int, int]) -> Iterator[dict[int, int]]:
+def _raised(peak: Peak, values: dict[int, int], steps: Mapping[int, int]) -> Iterator[dict[int, int]]:
     """Yield values that lift a peak's exponent to what it needs by one unknown, beginning with the one met last."""
     missing = _missing(peak, values)
     for unknown in sorted(peak.form, reverse=True):
-        coefficient = float(peak.form[unknown])
-        step = math.ceil(missing / abs(coefficient)) * (1 if coefficient > 0 else -1)
+        coefficient, unit = float(peak.form[unknown]), steps.get(unknown, 1)
+        step = math.ceil(missing / abs(coefficient) / unit) * (unit if coefficient > 0 else -unit)
         yield {**values, unknown: values.get(unknown, 0) + step}
 
 
@@ -209,11 +211,6 @@ def modules_with_constants(tracer: Tracer, margin: float) -> set[str]:
     return {module for module in sums if module not in tracer.outputs}
 
 
-def inside(module: str, islands: dict[str, str]) -> bool:
-    """Return whether a module is one of the islands, or inside of one."""
-    return any(module == island or module.startswith(f"{island}.") for island in islands)
-
-
 def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     """Return the smallest modules that must stay in FP32, because a tensor in them is too large and cannot be scaled.
 
@@ -224,10 +221,12 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     """
     stuck = {peak.index: peak for peak in peaks if not peak.form and peak.needed > 0}
     islands: dict[str, str] = {}
-    for index, peak in stuck.items():
+    for peak in stuck.values():
         island = peak.module
-        while island not in tracer.results or (
-            island not in tracer.epilogues and any(result in stuck for result in tracer.results[island])
+        while (
+            not island
+            or island not in tracer.results
+            or (island not in tracer.epilogues and any(result in stuck for result in tracer.results[island]))
         ):
             if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(
@@ -235,12 +234,11 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
                     f"hold with a margin, and they cannot be scaled because of {_why(tracer, peak)}: lower the margin, "
                     "or keep this model in FP32"
                 )
-            island = island.rpartition(".")[0]
+            island = owner(island)
         if not inside(island, islands):
-            islands = {name: why for name, why in islands.items() if not inside(name, {island: ""})}
+            islands = {name: why for name, why in islands.items() if not inside(name, [island])}
             why = _why(tracer, peak)
             islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled because of {why}"
-        del index
     return islands
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +26,7 @@ from pasa.fp16.operators import (
     WITH_NUMBERS,
     ZEROS,
 )
-from pasa.fp16.tracks import Track, cut_at, moved
+from pasa.fp16.tracks import Track, cut_at, keeps_places, moved
 
 if TYPE_CHECKING:
     from pasa.fp16.tracing import Tracer
@@ -51,7 +52,7 @@ def apply(tracer: Tracer, operation: Operation, args: Any, kwargs: Any, out: Any
     """Add the equations of one operation, and give its results their exponents."""
     name = operation.name
     if name in VIEWS:
-        _view(tracer, name, args, kwargs, out)
+        _view(tracer, name, args, out)
         return
     changes = any(isinstance(leaf, Tensor) and not holds_values(leaf) for leaf in tree_leaves(out))
     if "out" in kwargs or (changes and not _floats(out) and name not in COMPARISONS):
@@ -82,6 +83,14 @@ def holds_values(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def hold_infinity(operands: Any) -> bool:
+    """Return whether infinity stands among the numbers, or in the tensors, that an operator takes."""
+    return any(
+        bool(leaf.isinf().any()) if isinstance(leaf, Tensor) else isinstance(leaf, float) and math.isinf(leaf)
+        for leaf in tree_leaves(operands)
+    )
+
+
 def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
     """Return the rule of an operator; the rule for operators that are not known makes all exponents 0."""
     sets = {_copy: COPIES, _homogeneous: HOMOGENEOUS, _sum: SUMS, _product: PRODUCTS, _filled: ZEROS | FILLS}
@@ -106,27 +115,25 @@ def _of(form: Form | None) -> Track:
     return Track(None if form is None else (form,))
 
 
-def _view(tracer: Tracer, name: str, args: Any, kwargs: Any, out: Any) -> None:
+def _view(tracer: Tracer, name: str, args: Any, out: Any) -> None:
     """Give the views of a tensor its exponent, or that of the part they show."""
     track = tracer.track(args[0])
     if track.forms is None or not (track.cuts or track.parameter or track.weights):
         tracer.put(out, track)
         return
-    if parts := cut_at(tracer, track, name, args, kwargs):
+    if parts := cut_at(tracer, track, name, args):
         for tensor, part in zip(tree_leaves(out), parts, strict=True):
             tracer.put(tensor, part)
         return
     for tensor in tree_leaves(out):
-        placed = moved(track, name, args, kwargs, tensor)
-        if placed is None:
-            form = tracer.single(track)
-            placed = Track(None if form is None else (form,))
-        tracer.put(tensor, placed)
+        tracer.put(tensor, moved(track, name, args, tensor) or _of(tracer.single(track)))
 
 
 def _copy(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Keep the exponent of the first operand, part by part."""
+    """Keep the exponent of the first operand, part by part if they stay in their places."""
     track = tracer.track(args[0])
+    if not keeps_places(track, operation.name, args):
+        return _of(tracer.single(track))
     parameter = track.parameter if operation.name in ("_to_copy", "index") else None
     return replace(track, parameter=parameter, constant=False)
 
@@ -140,13 +147,12 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Make the exponents of all operands equal."""
     tracks = [tracer.track(tensor) for tensor in _floats(args, kwargs)]
     known = [track for track in tracks if track.forms is not None]
-    numbers = _numbers(args[1:], {name: value for name, value in kwargs.items() if name != "alpha"})
+    numbers = _added_numbers(operation.name, args, kwargs)
     if operation.name == "add" and len(tracks) == 1 and tracks[0].parameter and numbers:
         return tracer.offset(tracks[0], numbers[0])
-    if len(known) > 1 and len({(track.cuts, track.dim) for track in known if track.cuts}) == 1 and known[0].cuts:
-        total = _sum_of_parts(tracer, operation, known)
-        if total is not None:
-            return total
+    partitions = {(track.cuts, track.dim) for track in known}
+    if len(known) > 1 and known[0].cuts and len(partitions) == 1 and operation.name not in ("cat", "stack"):
+        return _sum_of_parts(tracer, operation, known)
     forms = [form for track in known if (form := tracer.single(track)) is not None]
     if any(tracer.equations.resolve(form) for form in forms):
         for track in known:
@@ -154,18 +160,23 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
                 tracer.add_constant(track)
     for form in forms[1:]:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
-    if forms and operation.name in WITH_NUMBERS:
-        first = WITH_NUMBERS[operation.name]
-        for number in numbers if first == 1 else _numbers(args[first:], kwargs):
-            if not (operation.name.startswith("clamp_min") and abs(number) < SMALLEST_DIVISOR):
-                tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
+    for number in numbers if forms else ():
+        tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
     return _of(forms[0] if forms else None)
 
 
-def _sum_of_parts(tracer: Tracer, operation: Operation, tracks: list[Track]) -> Track | None:
-    """Make exponents equal part by part, if all operands have the same parts."""
-    if any(track.cuts != tracks[0].cuts or track.dim != tracks[0].dim for track in tracks):
-        return None
+def _added_numbers(name: str, args: Any, kwargs: Any) -> list[float]:
+    """Return the numbers that an operator adds to a tensor, puts into it, or compares it with."""
+    if name not in WITH_NUMBERS:
+        return []
+    named = {key: value for key, value in kwargs.items() if key != "alpha"}
+    numbers = _numbers(args[WITH_NUMBERS[name] :], named)
+    divisors = name.startswith("clamp_min")
+    return [number for number in numbers if not (divisors and abs(number) < SMALLEST_DIVISOR)]
+
+
+def _sum_of_parts(tracer: Tracer, operation: Operation, tracks: list[Track]) -> Track:
+    """Make exponents equal part by part; all operands have the same parts."""
     first = tracks[0].forms or ()
     for track in tracks[1:]:
         for one, other in zip(first, track.forms or (), strict=True):
@@ -200,7 +211,7 @@ def _product_with_sum(tracer: Tracer, operation: Operation, args: Any, kwargs: A
     if bias.parameter:
         product.weights += ((bias.parameter, False),)
     if product.cuts and product.cuts == bias.cuts and bias.dim == -1:
-        return _sum_of_parts(tracer, operation, [product, bias]) or product
+        return _sum_of_parts(tracer, operation, [product, bias])
     total, other = tracer.single(product) or {}, tracer.single(bias) or {}
     tracer.equate(total, other, "adds a bias")
     return Track((total,), weights=product.weights)
@@ -218,7 +229,9 @@ def _convolution(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -
 
 
 def _quotient(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Subtract the exponent of the divisor."""
+    """Subtract the exponent of the divisor; a quotient that is rounded follows no factor."""
+    if kwargs.get("rounding_mode"):
+        return _pinned(tracer, operation, args, kwargs)
     if not isinstance(args[1], Tensor):
         return replace(tracer.track(args[0]), parameter=None, constant=False)
     above, below = (tracer.single(tracer.track(each)) for each in args[:2])
@@ -226,12 +239,14 @@ def _quotient(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> T
 
 
 def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Multiply the exponent by the degree of a power or root."""
+    """Multiply the exponent by the degree of a power or root; a cube root, or any other inexact one, pins it."""
     degree = POWERS.get(operation.name)
     if degree is None:
         if not isinstance(args[0], Tensor) or not isinstance(args[1], (int, float)):
             return _pinned(tracer, operation, args, kwargs)
-        degree = Fraction(args[1]).limit_denominator(64)
+        degree = Fraction(args[1]).limit_denominator(2)
+        if degree != args[1]:  # no other power is computed exactly
+            return _pinned(tracer, operation, args, kwargs)
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, degree))
 
@@ -239,6 +254,12 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
 def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, 2))
+
+
+def _vector_norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Keep the exponent; the norm of order 0 counts elements, so it has none."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _sum(tracer, operation, args[:1], {}) if order else Track(({},))
 
 
 def _norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
@@ -308,5 +329,5 @@ SINGLE: dict[str, Callable[[Tracer, Operation, Any, Any], Track]] = {
     "_fused_rms_norm": _norm,
     "_softmax": _softmax,
     "_safe_softmax": _softmax,
-    "logsumexp": _pinned,
+    "linalg_vector_norm": _vector_norm,
 }

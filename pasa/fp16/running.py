@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,18 +15,14 @@ from pasa.fp16.containers import float_leaves, replaced
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
 from pasa.fp16.planning import Plan
+from pasa.fp16.tracing import NESTED
 
-HARMLESS = [
-    "mask",
-    "past_key_values",
-    "cache",
-    "position_embeddings",
-    "timestep",
-    "attentions",
-    "router_logits",
-    "loss",
-]
-"""Parts of the names of inputs and outputs that are never scaled, or only between two calls of one model."""
+HARMLESS = re.compile(
+    r"masks?'\]|past_key_values|cache|position_embeddings|timesteps?'\]|attentions|router_logits|loss"
+)
+"""Names of inputs and outputs that are never scaled, or only between two calls of one model."""
+CACHES = re.compile("past_key_values|cache")
+"""Those among them that hold what an earlier call has returned."""
 
 
 def hook_entries(
@@ -45,7 +42,8 @@ def hook_entries(
     """
     for name in plan.inputs:
         module = module_at(models, name)
-        inputs = _Inputs(name, module, plan.inputs[name], known.get(name, {}), entered)
+        restored = any(NESTED.match(path) for path in plan.outputs.get(name, {}))
+        inputs = _Inputs(name, module, plan.inputs[name], known.get(name, {}), entered, restored=restored)
         yield module.register_forward_pre_hook(inputs, with_kwargs=True)
         outputs = _Outputs(
             name, plan.outputs.get(name, {}), entered, returned.get(name, set()) if plan.scales else None
@@ -73,8 +71,11 @@ class _Inputs:
         powers: dict[str, int],
         known: dict[str, bool],
         entered: Entered,
+        *,
+        restored: bool,
     ) -> None:
         self.path, self.name, self.entered = path, path or type(module).__name__, entered
+        self.restored = restored  # tensors that it returns in nested tuples, perhaps keys and values
         self.powers, self.known = powers, known
         self.narrow = {name for name, narrow in known.items() if narrow}
         parameters = inspect.signature(module.forward).parameters.values()  # read once: it costs 50 us
@@ -109,7 +110,8 @@ class _Inputs:
 
     def _check_argument(self, path: str, value: Any) -> None:
         for leaf, _ in float_leaves(value, path):
-            if leaf not in self.known and not _harmless(leaf):
+            harmless = _harmless(leaf) and not (self.restored and CACHES.search(leaf))
+            if leaf not in self.known and not harmless:
                 raise ValueError(
                     f"to_fp16: {self.name} was scaled for calls without {leaf}, which would have to be scaled too: "
                     "undo, and pass a sample that holds it"
@@ -143,7 +145,7 @@ class _Inputs:
 
 def _harmless(path: str) -> bool:
     """Return whether a tensor under this name is never scaled, nor added to a tensor that may be."""
-    return any(part in path for part in HARMLESS)
+    return HARMLESS.search(path) is not None
 
 
 def has_adapters(module: torch.nn.Module) -> bool:

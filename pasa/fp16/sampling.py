@@ -117,7 +117,10 @@ def _caster(model_or_pipeline: Any) -> Callable[[Any], Any]:
     def cast(tensor: Tensor) -> Tensor:
         if len(devices) == 1 and tensor.device not in devices:
             raise ValueError(f"to_fp16: the sample is on {tensor.device}, the model on {next(iter(devices))}: move it")
-        return tensor.to(parameters[0].dtype) if tensor.dtype in kinds and tensor.ndim > 1 else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        dtype = parameters[0].dtype if tensor.dtype in kinds and tensor.ndim > 1 else tensor.dtype
+        return tensor.to(dtype, copy=True)  # a model may write to its inputs
 
     return lambda value: tree_map_only(Tensor, cast, value)
 

@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
-from pasa.fp16.containers import float_leaves, replaced
+from pasa.fp16.containers import float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
+from pasa.fp16.names import Names
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
+from pasa.fp16.paths import join
 from pasa.fp16.tracks import Constant, Cut, Operation, Track
 
 TRACED = torch.bfloat16
@@ -48,6 +50,27 @@ class Tracer(TorchDispatchMode):
         scaled.
     epilogues : set of str, optional
         Modules whose results are scaled after them, because a constant is added inside that no parameter holds.
+
+    Attributes
+    ----------
+    operations : list of Operation
+        All operations that depend on the model, in their order.
+    parameters : dict of str to Track
+        The parameters and buffers that were read, and are known by name.
+    constants : dict of Constant to Form
+        Exponents of epsilons; `offsets` holds those of parameters to which a number is added, with the number.
+    inputs, outputs : dict of str to dict of str to Form
+        Exponents of what enters an outermost module, and of hidden states that leave it, by module and path.
+    known, returned : dict
+        Paths of all floating-point inputs, each with whether it was in the model's precision, and of all outputs.
+    results : dict of str to list of int
+        Operations that made what each module returned last.
+    constant_sums : list of (int, str)
+        Operations that add a constant to a tensor, each with the module behind which a factor could follow.
+    shown : dict of str to (int, set of Cut)
+        Parts of fused parameters that a split or slice shows, with their dimension.
+    aliased : set of str
+        Parameters whose memory was read under another name.
     """
 
     def __init__(
@@ -64,7 +87,7 @@ class Tracer(TorchDispatchMode):
         self.cuts = cuts
         self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
         self.constant_sums: list[tuple[int, str]] = []
-        self.wanted: dict[str, tuple[int, set[Cut]]] = {}
+        self.shown: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []
         self.parameters: dict[str, Track] = {}
         self.constants: dict[Constant, Form] = {}
@@ -78,17 +101,12 @@ class Tracer(TorchDispatchMode):
         self.results: dict[str, list[int]] = {}
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
-        self._names: dict[int, str] = {}
-        self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
+        self._names = Names(models, computed)
+        self.aliased: set[str] = set()
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
-                self.modules.setdefault(module, ".".join(filter(None, (prefix, path))))
-            for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-                name = ".".join(filter(None, (prefix, path)))
-                if tensor.is_floating_point() and tensor.numel() > 1 and name not in computed:
-                    self._names.setdefault(id(tensor), name)
-                    self._named.append(tensor)
+                self.modules.setdefault(module, join(prefix, path))
 
     @property
     def module(self) -> str:
@@ -99,14 +117,17 @@ class Tracer(TorchDispatchMode):
         """Return the exponent of an operand."""
         if not isinstance(value, Tensor) or not rules.holds_values(value):
             return Track(({},), constant=True)
-        if id(value) in self._names:
-            return self._parameter(value)
-        return self._tracks.get(value) or Track(({},), constant=True)
+        if name := self._names.of(value):
+            return self._parameter(name, value)
+        track = self._tracks.get(value)
+        if track is None and (behind := self._names.behind(value)):
+            self.aliased.add(behind)
+        return track or Track(({},), constant=True)
 
     def put(self, out: Any, track: Track) -> None:
         """Give all floating-point tensors among an operation's results an exponent."""
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and rules.holds_values(leaf) and id(leaf) not in self._names:
+            if isinstance(leaf, Tensor) and rules.holds_values(leaf) and not self._names.of(leaf):
                 self._tracks[leaf] = track
 
     def _operand(self, tensor: Tensor, *, written: bool) -> Track:
@@ -121,8 +142,7 @@ class Tracer(TorchDispatchMode):
         module = self.module if constant.origin is None else constant.origin
         self.constant_sums.append((len(self.operations) - 1, module))
 
-    def _parameter(self, parameter: Tensor) -> Track:
-        name = self._names[id(parameter)]
+    def _parameter(self, name: str, parameter: Tensor) -> Track:
         if name not in self.parameters:
             dim, cuts = self.cuts.get(name, (-1 if parameter.ndim < 2 else -2, None))
             names = [name] if cuts is None else [f"{name}[{':'.join(map(str, cut))}]" for cut in cuts]
@@ -150,13 +170,13 @@ class Tracer(TorchDispatchMode):
     def add_number(self, value: float, form: Form, why: str) -> None:
         """Scale a number that is added to a tensor of exponent `form`, or make that exponent 0.
 
-        The number can be scaled if the running module keeps it in an attribute for an epsilon.
+        The number can be scaled if the running module keeps it in an attribute for an epsilon, and in that one alone.
         """
         if not self.equations.resolve(form):
             return
         held = vars(self.stack[-1]) if self.stack else {}
         names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
-        if not names:
+        if len(names) != 1:
             self.equate(form, {}, why)
             return
         place = Constant(self.module, names[0])
@@ -188,7 +208,7 @@ class Tracer(TorchDispatchMode):
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
         if name not in VIEWS:
-            self._record(operation, out)
+            self._record(operation, (args, kwargs), out)
         return out
 
     def _constant(self, name: str, args: Any, tracks: list[Track], out: Any) -> None:
@@ -203,7 +223,7 @@ class Tracer(TorchDispatchMode):
             origin = tracks[0].origin if tracks and name in COPIES | HOMOGENEOUS else None
             self.put(out, Track(None if zeros else ({},), constant=True, origin=origin))
 
-    def _record(self, operation: Operation, out: Any) -> None:
+    def _record(self, operation: Operation, operands: Any, out: Any) -> None:
         """Keep the exponents and peaks of an operation's first result that would be FP16."""
         for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
             track = self._tracks.get(tensor)
@@ -211,9 +231,12 @@ class Tracer(TorchDispatchMode):
                 continue
             track.producer = len(self.operations) - 1
             if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
-                parts = [tensor] if track.cuts is None else [tensor[..., slice(*cut)] for cut in track.cuts]
+                parts = track.parts(tensor)
                 operation.forms = track.forms or ()
                 operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+                if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
+                    finite = [part.masked_fill(part.isinf(), 0) for part in parts]
+                    operation.peaks = torch.stack([part.abs().amax().float() for part in finite])
 
     @contextmanager
     def running(self) -> Iterator[Tracer]:
@@ -236,14 +259,14 @@ class Tracer(TorchDispatchMode):
 
     def _enter_outermost(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace the inputs by views with exponents of their own; a tensor that is passed twice has one."""
-        name, bound = self.modules[module], bind(module, args, kwargs)
+        name, bound = self.modules[module], inspect.signature(module.forward).bind(*args, **kwargs)
         inputs, known = self.inputs.setdefault(name, {}), self.known.setdefault(name, {})
         powers = self._powers[0].get(name, {})
         views: dict[int, Tensor] = {}
 
         def enter(path: str, tensor: Tensor) -> Tensor:
             known[path] = known.get(path, True) and tensor.dtype == TRACED
-            if id(tensor) in self._names:
+            if self._names.of(tensor):
                 return tensor
             if path not in inputs:
                 inputs[path] = self.equations.unknown(f"input {path} of {name or 'the model'}")
@@ -253,7 +276,8 @@ class Tracer(TorchDispatchMode):
             view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
             operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
             if operation.forms:
-                operation.peaks = self._peak(view)
+                with self._unseen():
+                    operation.peaks = view.abs().amax().float().reshape(1)
             self.operations.append(operation)
             self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
             return view
@@ -261,21 +285,19 @@ class Tracer(TorchDispatchMode):
         bound.arguments.update(replaced(dict(bound.arguments), enter))
         return bound.args, bound.kwargs
 
-    def _peak(self, tensor: Tensor) -> Tensor:
-        """Return the largest magnitude of a tensor, unseen by the trace."""
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Compute something that is no part of the model."""
         self._paused = True
         try:
-            return tensor.abs().amax().float().reshape(1)
+            yield
         finally:
             self._paused = False
 
     def _times(self, tensor: Tensor, power: int) -> Tensor:
-        """Return a new tensor object with a tensor's values times a power of two, unseen by the trace."""
-        self._paused = True
-        try:
+        """Return a new tensor object with a tensor's values times a power of two."""
+        with self._unseen():
             return tensor * 2.0**power if power else tensor.detach()
-        finally:
-            self._paused = False
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Note which operations made a module's result; what leaves an outermost module has the exponent 0.
@@ -301,10 +323,8 @@ class Tracer(TorchDispatchMode):
         """Return the output with copies in the place of what is multiplied back."""
         name = self.modules[module]
         outputs, powers = self.outputs.setdefault(name, {}), self._powers[1].get(name, {})
-        for leaf in tree_leaves(output):
-            if not isinstance(leaf, Tensor):  # an output of a class that torch does not look into
-                for _, tensor in float_leaves(getattr(leaf, "__dict__", {})):
-                    self.pin(self.track(tensor), "returns it")
+        for tensor in opaque_leaves(output):
+            self.pin(self.track(tensor), "returns it")
 
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
@@ -328,8 +348,3 @@ class Tracer(TorchDispatchMode):
             form = self.single(track)
             if form is not None:
                 self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)
-
-
-def bind(module: torch.nn.Module, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Return the arguments of a call of a module by name."""
-    return inspect.signature(module.forward).bind(*args, **kwargs)

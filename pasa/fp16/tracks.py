@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pasa.fp16.exponents import Form
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 Cut = tuple[int, int, int]
 """Part of a dimension: start, stop and step."""
+RESHAPED = ("as_strided", "diagonal", "unfold", "view_as_complex", "view_as_real")
+"""Views behind which no dimension is assumed to be what it was."""
 
 
 @dataclass
@@ -48,6 +52,12 @@ class Track:
     constant: bool = False
     producer: int = -1
     origin: str | None = None
+
+    def parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return views of the parts of a tensor that have exponents of their own, or the tensor alone."""
+        if self.cuts is None:
+            return [tensor]
+        return [tensor.transpose(self.dim, -1)[..., slice(*cut)] for cut in self.cuts]
 
 
 @dataclass
@@ -86,10 +96,10 @@ class Constant:
     attribute: str
 
 
-def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> list[Track] | None:
+def cut_at(tracer: Tracer, track: Track, name: str, args: Any) -> list[Track] | None:
     """Return the exponents of the parts that a split or slice of the last dimension shows, or None.
 
-    A part of a fused product that has no exponent of its own yet is noted in ``tracer.wanted``, for the next trace.
+    A part of a fused product that has no exponent of its own yet is noted in ``tracer.shown``, for the next trace.
     """
     tensor: Tensor = args[0]
     shown = _parts(tensor, name, args)
@@ -97,7 +107,7 @@ def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> l
         return None
     if track.cuts is None:
         for weight, transposed in track.weights:
-            tracer.wanted.setdefault(weight, (-2 if transposed else -1, set()))[1].update(shown)
+            tracer.shown.setdefault(weight, (-2 if transposed else -1, set()))[1].update(shown)
         return None
     forms = dict(zip(track.cuts, track.forms or (), strict=True))
     if any(part not in forms for part in shown):
@@ -108,12 +118,12 @@ def cut_at(tracer: Tracer, track: Track, name: str, args: Any, kwargs: Any) -> l
 def _parts(tensor: Tensor, name: str, args: Any) -> list[Cut] | None:
     """Return the parts (start, stop, step) of the last dimension that a split or slice shows, or None."""
     last, size = tensor.ndim - 1, tensor.shape[-1]
-    if name == "split_with_sizes" or name == "split":
+    if name in ("split", "split_with_sizes"):
         if (args[2] if len(args) > 2 else 0) % tensor.ndim != last:
             return None
-        sizes = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * (size // args[1])
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [(start, start + width, 1) for start, width in zip(starts, sizes, strict=True)]
+        listed = isinstance(args[1], (list, tuple))
+        bounds = accumulate(args[1], initial=0) if listed else [*range(0, size, args[1]), size]
+        return [(start, stop, 1) for start, stop in pairwise(bounds)]
     if name == "slice":
         if (args[1] if len(args) > 1 else 0) % tensor.ndim != last:
             return None
@@ -123,28 +133,40 @@ def _parts(tensor: Tensor, name: str, args: Any) -> list[Cut] | None:
     return None
 
 
-def moved(track: Track, name: str, args: Any, kwargs: Any, out: Tensor) -> Track | None:
+def moved(track: Track, name: str, args: Any, out: Tensor) -> Track | None:
     """Return the exponent of a view with its parts where they are now, or None if they are no longer one dimension."""
     tensor: Tensor = args[0]
     dim, count = track.dim, tensor.ndim
+    place = count + dim
     if name in ("t", "transpose", "swapaxes"):
-        first, second = (0, 1) if name == "t" else (args[1] % count, args[2] % count)
-        swapped = {first - count: second - count, second - count: first - count}
-        dim = swapped.get(dim, dim) if count > 1 else dim
+        first, second = (-2, -1) if name == "t" else (each % count - count for each in args[1:3])
+        dim = {first: second, second: first}.get(dim, dim)
     elif name == "permute":
-        dim = [each % count for each in args[1]].index(dim + count) - count
-    elif name in ("select", "unbind", "squeeze", "unsqueeze"):
-        place = args[1] if len(args) > 1 else 0
-        if isinstance(place, int) and place % (count + (name == "unsqueeze")) > count + dim:
+        dim = [each % count for each in args[1]].index(place) - count
+    elif name in ("select", "unbind", "squeeze"):  # remove a dimension
+        if not (len(args) > 1 or name == "unbind") or not isinstance(removed := (*args, 0)[1], int):
             return None
-    elif name in ("slice", "split", "split_with_sizes", "narrow"):
-        place = args[2] if name.startswith("split") and len(args) > 2 else args[1] if name in ("slice", "narrow") else 0
-        if place % count == count + dim and out.shape[dim] != tensor.shape[dim]:
+        if removed % count >= place:
             return None
-    if name in ("select", "unbind") and (args[1] if len(args) > 1 else 0) % count == count + track.dim:
+    elif name == "unsqueeze":
+        if args[1] % (count + 1) > place:
+            return None
+    elif name in RESHAPED:
         return None
     if -dim > out.ndim or out.shape[dim] != tensor.shape[track.dim]:
         return None
     if name in ("view", "_unsafe_view", "_reshape_alias") and out.shape[dim:] != tensor.shape[dim:]:
         return None
     return replace(track, dim=dim, constant=False) if track.cuts or dim == track.dim or track.parameter else None
+
+
+def keeps_places(track: Track, name: str, args: Any) -> bool:
+    """Return whether a copy leaves the dimension of the parts, and those behind it, in the order that they had."""
+    place = args[0].ndim + track.dim
+    if name == "index_select":
+        return bool(args[1] % args[0].ndim < place)
+    if name == "index":
+        indices = [index for index in args[1] if index is not None]
+        masked = sum(index.ndim - 1 for index in indices if index.dtype in (torch.bool, torch.uint8))
+        return len(args[1]) + masked <= place
+    return True

@@ -14,6 +14,7 @@ import torch
 from tests.docs.pages import DOCS, README, ROOT, blocks, name_of
 
 QWEN, VIDEO = "Qwen/Qwen2-7B-Instruct", "stabilityai/stable-video-diffusion-img2vid-xt"
+GEMMA = "google/gemma-3-1b-it"
 # Python that cannot be run, and what it needs.
 NEEDS_MORE = {
     "vllm.register()": "vLLM; tests/pasa/patching/test_vllm.py runs it on a mock",
@@ -24,6 +25,7 @@ RANKS = "# long_prompt.py"  # first line of the script that torchrun starts
 # Replacements for text that needs a network, weights or GPUs: small models of the same classes.
 INSTEAD = {
     f'"{QWEN}"': '"qwen"',
+    f'"{GEMMA}"': '"gemma"',
     f'"{VIDEO}"': '"svd"',
     '.to("cuda")': "",
     "num_frames=25": "num_frames=2, height=64, width=64, num_inference_steps=1",
@@ -61,6 +63,8 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     config = hf.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(letters))
     hf.Qwen2ForCausalLM(config).save_pretrained(path / "qwen")
+    gemma = hf.Gemma3TextConfig(**sizes, num_key_value_heads=1, head_dim=16, vocab_size=len(letters), pad_token_id=0)
+    hf.Gemma3ForCausalLM(gemma).save_pretrained(path / "gemma")
     tiny_pipeline().save_pretrained(path / "svd")
     Image.new("RGB", (64, 64), "navy").save(path / "rocket.png")
     (path / "long.txt").write_text("It was a dark and stormy night. " * 8)

@@ -1,24 +1,16 @@
 """Diffusion models whose residual streams pass 65504: the same function, and FP16 near FP32."""
 
 import copy
-import math
 import re
 
 import pytest
 import torch
 
 import pasa
-from pasa.fp16 import editing, running
-from pasa.fp16.conversion import Conversion
 from tests.pasa.fp16.diffusion_models import FAMILIES
+from tests.pasa.fp16.planned import planned, psnr, scale
 
 BLOCK = re.compile("Resnet|ResBlock|TransformerBlock|CogVideoXBlock")
-
-
-def psnr(result, truth):
-    """Return the peak signal-to-noise ratio in dB."""
-    difference = (result.double() - truth.double()).square().mean().item()
-    return 10 * math.log10((truth.max() - truth.min()).item() ** 2 / max(difference, 1e-300))
 
 
 def block_peaks(model, run):
@@ -41,25 +33,6 @@ def block_peaks(model, run):
     for hook in hooks:
         hook.remove()
     return result, peaks
-
-
-def planned(model, run):
-    """Return the plan for a model, which is left as it was."""
-    conversion = Conversion({"": model}, lambda: run(model), 4.0)
-    try:
-        conversion.plan_and_convert()
-    finally:
-        conversion.restore()
-    return conversion.plan
-
-
-def scale(model, plan):
-    """Scale a model in its own precision."""
-    editing.scale_in_place({"": model}, plan)
-    for name, power in plan.epilogues.items():
-        epilogue = running.Epilogue()
-        epilogue.factor = 2.0**-power
-        model.get_submodule(name).register_forward_hook(epilogue)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

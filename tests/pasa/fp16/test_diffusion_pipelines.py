@@ -9,7 +9,7 @@ import pasa
 from pasa.eval.models.video.tiny import tiny_pipeline
 from pasa.eval.models.zoo import pipelines
 from tests.pasa.fp16.diffusion_models import BLOCK_OUTPUTS, RESNETS
-from tests.pasa.fp16.test_diffusion import psnr
+from tests.pasa.fp16.planned import psnr
 
 PIXELS = 32
 PICTURE = Image.new("RGB", (PIXELS, PIXELS), "teal")

@@ -65,6 +65,7 @@ HOMOGENEOUS = {
     "maximum with 0": (lambda w: w.clamp(min=0), 1),
     "mask by infinity": (lambda w: w.masked_fill(w > 0, float("-inf")), 1),
     "rotation of pairs": (lambda w: torch.view_as_real(torch.view_as_complex(w.float().reshape(4, 3, 2))), 1),
+    "norm of order 0": (lambda w: torch.linalg.vector_norm(w, 0), 0),
     "sorting": (lambda w: w.sort().values, 1),
     "a where with zeros": (lambda w: torch.where(w > 0, w, 0.0), 1),
 }
@@ -78,6 +79,8 @@ PINNED = {
     "whole numbers": lambda w: w + w.to(torch.int32),
     "memory filled through a view": written_then_filled,
     "a where with a number": lambda w: torch.where(w > 0, w, 5.0),
+    "a cube root": lambda w: w.abs() ** (1 / 3),
+    "a rounded quotient": lambda w: torch.div(w, 3.0, rounding_mode="floor"),
     "an operator without a rule": lambda w: torch.erfinv(w / 4),
     "padding by a number": lambda w: nn.functional.pad(w, (1, 1), value=2.0),
 }
@@ -94,3 +97,43 @@ def test_homogeneous_operators_have_their_degree(name):
 @pytest.mark.parametrize("name", PINNED)
 def test_what_is_not_homogeneous_keeps_its_operands_unscaled(name):
     assert exponents(PINNED[name]) == [0, 0]
+
+
+def parts(view):
+    """Return the exponents of a view of a weight that was cut in two: two if it still has these parts, or one."""
+    model = Model(view)
+    tracer = Tracer({"": model}, {"weight": (-1, ((0, 3, 1), (3, 6, 1)))})
+    with tracer.running():
+        out = model()[0]
+        return len(tracer.track(out).forms)
+
+
+@pytest.mark.parametrize(
+    ("view", "count"),
+    [
+        (lambda w: w.t().t(), 2),
+        (lambda w: w[None, 1:3], 2),
+        (lambda w: w[torch.tensor([3, 0])], 2),
+        (lambda w: w.index_select(0, torch.tensor([3, 0])), 2),
+        (lambda w: w[w[:, 0] > 0], 2),
+        (lambda w: w.expand(3, 4, 6)[0], 2),
+        (lambda w: w[:, torch.tensor([5, 4, 3, 2, 1, 0])], 1),
+        (lambda w: w.index_select(1, torch.tensor([5, 4, 3, 2, 1, 0])), 1),
+        (lambda w: w[w > -9], 1),
+        (lambda w: w.view(2, 12)[:, :6], 1),
+        (lambda w: w.as_strided((4, 6), (1, 4)), 1),
+        (lambda w: torch.cat([w, w], -1), 1),
+    ],
+)
+def test_a_view_has_the_parts_of_a_fused_tensor_only_where_they_stay_in_their_places(view, count):
+    """Story: an index that reordered the columns of a gate and an up projection kept the exponents of the places."""
+    assert parts(view) == count
+
+
+@pytest.mark.parametrize(("width", "shown"), [(2, {(0, 2, 1), (2, 4, 1), (4, 6, 1)}), (4, {(0, 4, 1), (4, 6, 1)})])
+def test_the_last_part_of_a_split_may_be_smaller(width, shown):
+    model = Model(lambda w: (w @ w.t() @ w).split(width, -1)[0])
+    tracer = Tracer({"": model}, {})
+    with tracer.running():
+        model()
+    assert tracer.shown["weight"][1] == shown

@@ -1,0 +1,107 @@
+"""Epsilons of norms: a scaled one must be the number that the norm adds, and no other."""
+
+import pytest
+import torch
+from torch import nn
+
+import pasa
+
+
+class Norm(nn.Module):
+    """RMSNorm as models write it, with its epsilon in an attribute."""
+
+    def __init__(self, epsilon=1e-2):
+        super().__init__()
+        self.eps = epsilon
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def epsilon(self):
+        return self.eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon())
+        return wide.to(x.dtype) * self.weight
+
+
+class Frozen(Norm):
+    """Reads its epsilon when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = self.eps
+
+    def epsilon(self):
+        return self.constant
+
+
+class Twice(Norm):
+    """Has two epsilons of one value."""
+
+    def __init__(self):
+        super().__init__()
+        self.other_eps = self.eps
+
+    def epsilon(self):
+        return self.other_eps
+
+
+class Squared(Norm):
+    """Reads the square root of its operand."""
+
+    def forward(self, x):
+        return super().forward(x.abs().sqrt())
+
+
+def build(norm, factor=1e6):
+    """Return a model that overflows in its first row, and inputs whose other rows are near the norm's epsilon."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), norm, nn.Linear(8, 8)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(factor)
+    x = torch.randn(16, 8)
+    x[1:] *= 2.0**-17
+    return model, x
+
+
+def difference(model, x, truth):
+    return (model(x.half()) - truth).abs().max().item()
+
+
+@torch.no_grad()
+def test_rows_near_the_epsilon_are_those_of_the_original():
+    model, x = build(Norm())
+    truth = model(x)
+    handle = pasa.to_fp16(model, x)
+    assert handle.report().parameters
+    assert difference(model, x, truth) < 2e-2, "inputs near 2**-17 are subnormal in FP16"
+
+
+@torch.no_grad()
+def test_an_epsilon_that_is_not_read_anew_is_refused():
+    """Story: the attribute was scaled, the norm added the old number, and small rows were wrong by 30 %."""
+    model, x = build(Frozen())
+    before = model[0].weight.clone()
+    with pytest.raises(RuntimeError, match="1 does not read its eps anew"):
+        pasa.to_fp16(model, x)
+    assert torch.equal(model[0].weight, before)
+    assert model[1].eps == 1e-2
+
+
+@torch.no_grad()
+def test_of_two_epsilons_of_one_value_none_is_scaled():
+    """Story: the first was scaled, whichever the norm reads."""
+    model, x = build(Twice())
+    with pytest.raises(NotImplementedError, match=r"cannot be scaled because of 1 \(add with the number 0\.01\)"):
+        pasa.to_fp16(model, x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factor", [1e6, 2e6])
+def test_what_a_square_root_reads_takes_an_even_power(factor):
+    """Story: an odd one ended in an ArithmeticError."""
+    model, x = build(Squared(), factor)
+    truth = model(x)
+    handle = pasa.to_fp16(model, x)
+    assert {each.power % 2 for each in handle.report().modules} == {0}
+    assert difference(model, x, truth) < 5e-2
