@@ -63,6 +63,7 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
     "fp32": partial(cast, dtype=torch.float32),
     "bf16": partial(cast, dtype=torch.bfloat16),
     FP16: partial(cast, dtype=torch.float16),
+    "sound": partial(cast, dtype=torch.float16),
     "fp16-wo": partial(cast, dtype=torch.float16, wide=("wo",)),
 }
 
@@ -114,23 +115,43 @@ def as_it_is(run: Callable[..., Phases], *arguments: Any) -> Phases:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to run a model: its title, the precision it has, the context of its runs, and how it is called."""
+    """A way to run a model.
+
+    Attributes
+    ----------
+    title : str
+    precision : str
+        Name of the prepared model.
+    scope : callable
+        Returns the context of a run of the model.
+    call : callable
+        Calls the subject's `run` with its arguments.
+    judged, timed : bool
+        Whether results are compared with FP32's, and whether time and memory are measured. Infinities change the time
+        of attention that computes rows again, so that a model that overflows is no measure of time.
+    """
 
     title: str
     precision: str
     scope: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
     call: Callable[..., Phases] = as_it_is
+    judged: bool = True
+    timed: bool = True
 
 
 REFERENCE, BF16, PATCHED, COUNTING = "fp32", "bf16", "fp16-patched", "to-fp16-counting"
+SOUND, SOUND_PATCHED = "sound", "sound-patched"
 ARMS = {
     REFERENCE: Arm("FP32", REFERENCE),
     BF16: Arm("BF16", BF16),
-    FP16: Arm("FP16, as it is", FP16),
-    PATCHED: Arm("FP16, patched attention", FP16, pasa.patch_pipeline),
+    FP16: Arm("FP16", FP16, timed=False),
+    PATCHED: Arm("FP16, patched attention", FP16, pasa.patch_pipeline, timed=False),
+    SOUND: Arm("FP16, smaller weights", SOUND, judged=False),
+    SOUND_PATCHED: Arm("FP16, smaller weights, patched attention", SOUND, pasa.patch_pipeline, judged=False),
     CONVERTED: Arm("FP16, pasa.to_fp16", CONVERTED, lambda model: counting_every(NEVER)),
-    COUNTING: Arm("the same, counting", CONVERTED, lambda model: counting_every(1)),
+    COUNTING: Arm("the same, counting", CONVERTED, lambda model: counting_every(1), judged=False),
     "fp16-wo": Arm("FP16, wo in FP32 (transformers)", "fp16-wo"),
     "upcast": Arm("FP16, upcast to FP32 (diffusers)", FP16, call=upcast),
 }
-COMMON = (REFERENCE, BF16, FP16, PATCHED, CONVERTED, COUNTING)
+"""`SOUND` is the model before its weights were enlarged: plain FP16 that does not overflow, without hooks."""
+COMMON = (REFERENCE, BF16, FP16, PATCHED, SOUND, SOUND_PATCHED, CONVERTED, COUNTING)

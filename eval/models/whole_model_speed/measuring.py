@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from pasa.eval.models.whole_model_speed.arms import (
     COMMON,
     CONVERTED,
     COUNTING,
-    FP16,
-    PATCHED,
     REFERENCE,
+    SOUND,
+    SOUND_PATCHED,
     Prepared,
     memory,
     prepare,
@@ -40,10 +41,15 @@ class Run:
     begin: Callable[[], Phases]
     scope: Callable[[], AbstractContextManager[Any]]
 
-    def results(self) -> dict[str, Tensor]:
-        """Run all phases, and return their results."""
+    def first(self) -> Tensor:
+        """Run the first phase, and return its result."""
         with self.scope():
-            return dict(self.begin())
+            return next(self.begin())[1]
+
+    def all(self) -> None:
+        """Run all phases."""
+        with self.scope():
+            deque(self.begin(), maxlen=0)
 
 
 @torch.no_grad()
@@ -54,28 +60,33 @@ def measure(subject: Subject, device: torch.device, turns: int, say: Callable[[s
         torch.manual_seed(0)
         original = subject.build().eval()
     inputs = subject.inputs(original)
-    fixture = overflow(subject, original, inputs)
     names = [*COMMON, *subject.extra]
+    models = {SOUND: prepare(SOUND, original, subject, inputs)}
+    fixture = overflow(subject, original, inputs)
     say(f"{subject.title}: converting")
-    precisions = dict.fromkeys([CONVERTED, *(ARMS[name].precision for name in names)])
-    models = {precision: prepare(precision, original, subject, inputs) for precision in precisions}
+    for precision in (CONVERTED, *(ARMS[name].precision for name in names)):  # the conversion needs most memory
+        if precision not in models:
+            models[precision] = prepare(precision, original, subject, inputs)
     del original
-    runs = {name: _run(name, subject, models, inputs, 1) for name in names}
-    golden = _golden(subject, models, inputs)
-    records = []
-    for name in names:
-        say(f"{subject.title}: {ARMS[name].title}")
-        result = next(iter(_run(name, subject, models, inputs, KEPT).results().values()))
-        held = memory(models[ARMS[name].precision], runs[name].results, device)
-        records.append({"arm": name, "bytes": held, **errors(result, golden, subject)})
-        del result
+    say(f"{subject.title}: comparing with FP32")
+    with whole_fp32():
+        golden = _run(REFERENCE, subject, models, inputs, KEPT).first()
+    records: list[Record] = [{"arm": name, "bytes": None, "nonfinite": None, "error": None} for name in names]
+    for record in records:
+        if ARMS[record["arm"]].judged:
+            result = _run(record["arm"], subject, models, inputs, KEPT).first()
+            record |= errors(result, golden, subject)
+            del result
     say(f"{subject.title}: timing")
+    runs = {name: _run(name, subject, models, inputs, 1) for name in names if ARMS[name].timed}
+    for record in records:
+        if record["arm"] in runs:
+            record["bytes"] = memory(models[ARMS[record["arm"]].precision], runs[record["arm"]].all, device)
     times = take_turns(runs, turns, device)
     for record in records:
         record["phases"] = summaries(times, record["arm"])
-    parts = sum(parameter.numel() for parameter in models[REFERENCE].model.parameters())
     return {
-        "parameters": parts,
+        "parameters": sum(parameter.numel() for parameter in models[REFERENCE].model.parameters()),
         "fixture": fixture,
         "conversion": conversion(models[CONVERTED].record),
         "arms": records,
@@ -87,13 +98,6 @@ def _run(name: str, subject: Subject, models: Mapping[str, Prepared], inputs: Te
     arm = ARMS[name]
     model = models[arm.precision].model
     return Run(lambda: arm.call(subject.run, model, inputs, kept), lambda: arm.scope(model))
-
-
-def _golden(subject: Subject, models: Mapping[str, Prepared], inputs: Tensor) -> Tensor:
-    """Return the result of the first phase in FP32, without TF32."""
-    with whole_fp32():
-        results = _run(REFERENCE, subject, models, inputs, KEPT).results()
-    return next(iter(results.values()))
 
 
 def errors(result: Tensor, golden: Tensor, subject: Subject) -> Record:
@@ -108,16 +112,16 @@ def errors(result: Tensor, golden: Tensor, subject: Subject) -> Record:
 def take_turns(runs: Mapping[str, Run], turns: int, device: torch.device) -> Times:
     """Time the phases of each run in turns, in rotated order, so that drift affects all alike.
 
-    The first turn compiles kernels, and is not counted.
+    Runs must have compiled their kernels.
     """
     times: Times = {name: {} for name in runs}
     names = list(runs)
-    for turn in range(turns + 1):
+    for turn in range(turns):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             with runs[name].scope():
                 taken = time_phases(runs[name].begin(), device)
-            for phase, pair in taken.items() if turn else ():
+            for phase, pair in taken.items():
                 times[name].setdefault(phase, []).append(pair)
     return times
 
@@ -140,15 +144,15 @@ def time_phases(phases: Phases, device: torch.device) -> dict[str, Pair]:
 
 
 def summaries(times: Times, arm: str) -> list[Record]:
-    """Return for each phase the median of both times, and the median over the turns of its time over plain FP16's."""
+    """Return for each phase the median of both times, and the median of the turns' ratios to `SOUND`, plain FP16."""
     return [
         {
             "phase": phase,
             "wall_ms": statistics.median(wall for wall, _ in pairs),
             "device_ms": None if pairs[0][1] is None else statistics.median(ms for _, ms in pairs if ms is not None),
-            "to_fp16": ratio(pairs, times[FP16][phase])["median"],
+            "to_fp16": ratio(pairs, times[SOUND][phase])["median"],
         }
-        for phase, pairs in times[arm].items()
+        for phase, pairs in times.get(arm, {}).items()
     ]
 
 
@@ -164,7 +168,7 @@ def overheads(times: Times) -> list[Record]:
     ``still``: no pass counts; ``counting``: each does; ``amortised``: one in 16 does, as by default.
     """
     records = []
-    for phase, base in times[PATCHED].items():
+    for phase, base in times[SOUND_PATCHED].items():
         still, each = times[CONVERTED][phase], times[COUNTING][phase]
         mixed: list[Pair] = [(((EVERY - 1) * a + b) / EVERY, None) for (a, _), (b, _) in zip(still, each, strict=True)]
         parts = {"still": still, "counting": each, "amortised": mixed}

@@ -21,21 +21,22 @@ def table(result: Result) -> Table:
     columns: dict[str, Column] = {
         "model": "title",
         "run": lambda row: ARMS[row["arm"]].title,
-        "non-finite": lambda row: percent(row["nonfinite"]),
+        "non-finite": lambda row: "-" if row["nonfinite"] is None else percent(row["nonfinite"]),
         "relative error": lambda row: "-" if row["error"] is None else short(row["error"]) if row["error"] else "0",
         "top-1 / PSNR": _agreement,
         "GiB": lambda row: number(None if row["bytes"] is None else row["bytes"] / GIB, ".1f"),
-        "ms": lambda row: " + ".join(f"{each['wall_ms']:.1f}" for each in row["phases"]),
-        "ms by events": lambda row: " + ".join(number(each["device_ms"], ".1f") for each in row["phases"]),
-        "beside FP16": lambda row: " + ".join(f"{each['to_fp16']:.3f}" for each in row["phases"]),
+        "ms": lambda row: " + ".join(f"{each['wall_ms']:.1f}" for each in row["phases"]) or "-",
+        "ms by events": lambda row: " + ".join(number(each["device_ms"], ".1f") for each in row["phases"]) or "-",
+        "beside FP16": lambda row: " + ".join(f"{each['to_fp16']:.3f}" for each in row["phases"]) or "-",
     }
     settings = result["settings"]
     note = (
         f"Language models: a prompt of {settings['tokens']:,} tokens + {settings['steps']} steps of decoding. ms: wall "
         f"time of host and device, and time between CUDA events, medians of {settings['turns']} interleaved turns. "
-        "Beside FP16: median of the turns' ratios to plain FP16's wall time. GiB: weights and what a run allocates. "
-        "Errors are against FP32 without TF32; convolutions in FP32 are timed with TF32, torch's default. PSNR: worst "
-        "frame, in dB of the range of FP32's frames."
+        "Smaller weights: the same model before its weights were enlarged, in plain FP16. Beside FP16: median of the "
+        "turns' ratios to its wall time. GiB: weights and what a run allocates. Errors are against FP32 without TF32; "
+        "convolutions in FP32 are timed with TF32, torch's default. PSNR: worst frame, in dB of the range of FP32's "
+        "frames."
     )
     return Table.of("Whole models", list(_rows(result)), columns, note)
 

@@ -40,13 +40,13 @@ def test_a_model_that_overflows_runs_in_fp16_after_conversion(name, tiny):
     assert stored["gate"]["passed"], stored["gate"]
     (record,) = stored["records"]
     ways = {each["arm"]: each for each in record["arms"]}
-    assert ways["to-fp16"]["error"] == ways["to-fp16-counting"]["error"] < ways["bf16"]["error"] / 2
+    assert ways["to-fp16"]["error"] < ways["bf16"]["error"] / 2
     assert ways["fp32"]["error"] == 0
     phases = (
-        ["prompt", "16 steps"] if name in ("gemma-3-4b", "qwen2-7b") else ["encode" if name == "t5-xxl" else "decode"]
+        ["prompt", "8 steps"] if name in ("gemma-3-4b", "qwen2-7b") else ["encode" if name == "t5-xxl" else "decode"]
     )
     for each in ways.values():
-        assert [phase["phase"] for phase in each["phases"]] == phases
+        assert [phase["phase"] for phase in each["phases"]] == (phases if arms.ARMS[each["arm"]].timed else [])
         assert all(phase["wall_ms"] > 0 for phase in each["phases"])
     markdown = run.EXPERIMENT.markdown(stored)
     assert "FP16, pasa.to_fp16" in markdown
@@ -60,6 +60,15 @@ def test_frames_of_an_autoencoder_are_black_without_conversion(tiny):
     assert ways["fp16"]["nonfinite"] == ways["fp16-patched"]["nonfinite"] == 1
     assert ways["to-fp16"]["psnr"] > 50
     assert ways["upcast"]["nonfinite"] == 0
+
+
+def test_an_encoder_runs_as_transformers_keeps_it(tiny):
+    """It clamps infinities, so plain FP16 is finite and wrong. With ``wo`` in FP32 it is right, as after `to_fp16`."""
+    (record,) = run.run_whole_model_speed(subjects=["t5-xxl"], turns=1)["records"]
+    ways = {each["arm"]: each for each in record["arms"]}
+    assert ways["fp16"]["nonfinite"] == 0
+    assert ways["fp16"]["error"] > 0.1
+    assert ways["fp16-wo"]["error"] < 0.01
 
 
 def test_an_upcast_leaves_the_model_as_it_was():
@@ -117,7 +126,7 @@ def test_counts_of_every_pass_and_of_none():
 
 def test_overheads_weigh_the_pass_that_counts():
     times = {
-        "fp16-patched": {"encode": [(10.0, None), (20.0, None)]},
+        "sound-patched": {"encode": [(10.0, None), (20.0, None)]},
         "to-fp16": {"encode": [(10.0, None), (20.0, None)]},
         "to-fp16-counting": {"encode": [(26.0, None), (52.0, None)]},
     }
@@ -131,7 +140,8 @@ GOOD = {
     "fp32": {"error": 0.0, "psnr": None},
     "bf16": {"error": 1e-2, "psnr": 45.0},
     "fp16": {"error": None, "nonfinite": 1.0},
-    "fp16-patched": {"error": 0.5, "bytes": 100},
+    "fp16-patched": {"error": 0.5},
+    "sound-patched": {"error": None, "bytes": 100},
     "to-fp16": {"error": 1e-3, "psnr": 60.0, "bytes": 102},
 }
 
