@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from pasa.eval.models.whole_model_speed.subjects import Phases, Record, Subject
 from pasa.fp16 import counting
 
 NEVER = 2**62
-FP16, CONVERTED = "fp16", "to-fp16"
+REFERENCE, BF16, FP16, PATCHED = "fp32", "bf16", "fp16", "fp16-patched"
+SOUND, SOUND_PATCHED, CONVERTED, COUNTING = "sound", "sound-patched", "to-fp16", "to-fp16-counting"
 
 
 @dataclass
@@ -59,11 +60,18 @@ def prepare(name: str, original: Any, subject: Subject, inputs: Tensor) -> Prepa
     return prepared
 
 
+def patched(model: Any) -> None:
+    """Round the parameters to FP16, and patch attention."""
+    pasa.patch_pipeline(cast(model, torch.float16))
+
+
 PRECISIONS: dict[str, Callable[[Any], Any]] = {
-    "fp32": partial(cast, dtype=torch.float32),
-    "bf16": partial(cast, dtype=torch.bfloat16),
+    REFERENCE: partial(cast, dtype=torch.float32),
+    BF16: partial(cast, dtype=torch.bfloat16),
     FP16: partial(cast, dtype=torch.float16),
-    "sound": partial(cast, dtype=torch.float16),
+    PATCHED: patched,
+    SOUND: partial(cast, dtype=torch.float16),
+    SOUND_PATCHED: patched,
     "fp16-wo": partial(cast, dtype=torch.float16, wide=("wo",)),
 }
 
@@ -122,8 +130,8 @@ class Arm:
     title : str
     precision : str
         Name of the prepared model.
-    scope : callable
-        Returns the context of a run of the model.
+    every : int
+        Values are compared with the margin in one forward pass of this many.
     call : callable
         Calls the subject's `run` with its arguments.
     judged, timed : bool
@@ -133,23 +141,21 @@ class Arm:
 
     title: str
     precision: str
-    scope: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
+    every: int = NEVER
     call: Callable[..., Phases] = as_it_is
     judged: bool = True
     timed: bool = True
 
 
-REFERENCE, BF16, PATCHED, COUNTING = "fp32", "bf16", "fp16-patched", "to-fp16-counting"
-SOUND, SOUND_PATCHED = "sound", "sound-patched"
 ARMS = {
     REFERENCE: Arm("FP32", REFERENCE),
     BF16: Arm("BF16", BF16),
     FP16: Arm("FP16", FP16, timed=False),
-    PATCHED: Arm("FP16, patched attention", FP16, pasa.patch_pipeline, timed=False),
+    PATCHED: Arm("FP16, patched attention", PATCHED, timed=False),
     SOUND: Arm("FP16, smaller weights", SOUND, judged=False),
-    SOUND_PATCHED: Arm("FP16, smaller weights, patched attention", SOUND, pasa.patch_pipeline, judged=False),
-    CONVERTED: Arm("FP16, pasa.to_fp16", CONVERTED, lambda model: counting_every(NEVER)),
-    COUNTING: Arm("the same, counting", CONVERTED, lambda model: counting_every(1), judged=False),
+    SOUND_PATCHED: Arm("FP16, smaller weights, patched attention", SOUND_PATCHED, judged=False),
+    CONVERTED: Arm("FP16, pasa.to_fp16", CONVERTED),
+    COUNTING: Arm("the same, counting", CONVERTED, every=1, judged=False),
     "fp16-wo": Arm("FP16, wo in FP32 (transformers)", "fp16-wo"),
     "upcast": Arm("FP16, upcast to FP32 (diffusers)", FP16, call=upcast),
 }

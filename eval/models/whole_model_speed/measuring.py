@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,7 +21,8 @@ from pasa.eval.models.whole_model_speed.arms import (
     REFERENCE,
     SOUND,
     SOUND_PATCHED,
-    Prepared,
+    Arm,
+    counting_every,
     memory,
     prepare,
 )
@@ -31,24 +31,31 @@ from pasa.fp16.counting import EVERY
 
 Pair: TypeAlias = tuple[float, float | None]
 Times: TypeAlias = dict[str, dict[str, list[Pair]]]
-"""By arm and phase, for each turn: milliseconds of host and device together, and by CUDA events (None on a CPU)."""
+"""By arm and phase, for each time that it ran: milliseconds of wall time, and by CUDA events (None on a CPU)."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run to time: what starts it, and the context that it needs, which is not timed."""
+    """A subject's run in some way."""
 
-    begin: Callable[[], Phases]
-    scope: Callable[[], AbstractContextManager[Any]]
+    arm: Arm
+    subject: Subject
+    model: Any
+    inputs: Tensor
+    kept: int = 1
+
+    def begin(self) -> Phases:
+        """Return the phases, none of which has begun."""
+        return self.arm.call(self.subject.run, self.model, self.inputs, self.kept)
 
     def first(self) -> Tensor:
         """Run the first phase, and return its result."""
-        with self.scope():
+        with counting_every(self.arm.every):
             return next(self.begin())[1]
 
     def all(self) -> None:
         """Run all phases."""
-        with self.scope():
+        with counting_every(self.arm.every):
             deque(self.begin(), maxlen=0)
 
 
@@ -61,24 +68,31 @@ def measure(subject: Subject, device: torch.device, turns: int, say: Callable[[s
         original = subject.build().eval()
     inputs = subject.inputs(original)
     names = [*COMMON, *subject.extra]
-    models = {SOUND: prepare(SOUND, original, subject, inputs)}
+    models = {each: prepare(each, original, subject, inputs) for each in (SOUND, SOUND_PATCHED)}
     fixture = overflow(subject, original, inputs)
     say(f"{subject.title}: converting")
-    for precision in (CONVERTED, *(ARMS[name].precision for name in names)):  # the conversion needs most memory
-        if precision not in models:
-            models[precision] = prepare(precision, original, subject, inputs)
-    del original
-    say(f"{subject.title}: comparing with FP32")
+    models[CONVERTED] = prepare(CONVERTED, original, subject, inputs)  # first, because it needs most memory
+    models[REFERENCE] = prepare(REFERENCE, original, subject, inputs)
     with whole_fp32():
-        golden = _run(REFERENCE, subject, models, inputs, KEPT).first()
-    records: list[Record] = [{"arm": name, "bytes": None, "nonfinite": None, "error": None} for name in names]
-    for record in records:
-        if ARMS[record["arm"]].judged:
-            result = _run(record["arm"], subject, models, inputs, KEPT).first()
-            record |= errors(result, golden, subject)
-            del result
+        golden = Run(ARMS[REFERENCE], subject, models[REFERENCE].model, inputs, KEPT).first()
+    say(f"{subject.title}: comparing with FP32")
+    timed = {ARMS[name].precision for name in names if ARMS[name].timed}
+    records: list[Record] = []
+    for name in names:
+        arm = ARMS[name]
+        if arm.precision not in models:
+            models[arm.precision] = prepare(arm.precision, original, subject, inputs)
+        record: Record = {"arm": name, "bytes": None, "nonfinite": None, "error": None}
+        if arm.judged:
+            record |= errors(Run(arm, subject, models[arm.precision].model, inputs, KEPT).first(), golden, subject)
+        if arm.precision not in timed:
+            del models[arm.precision]
+        records.append(record)
+    del original, golden
     say(f"{subject.title}: timing")
-    runs = {name: _run(name, subject, models, inputs, 1) for name in names if ARMS[name].timed}
+    runs = {
+        name: Run(ARMS[name], subject, models[ARMS[name].precision].model, inputs) for name in names if ARMS[name].timed
+    }
     for record in records:
         if record["arm"] in runs:
             record["bytes"] = memory(models[ARMS[record["arm"]].precision], runs[record["arm"]].all, device)
@@ -94,12 +108,6 @@ def measure(subject: Subject, device: torch.device, turns: int, say: Callable[[s
     }
 
 
-def _run(name: str, subject: Subject, models: Mapping[str, Prepared], inputs: Tensor, kept: int) -> Run:
-    arm = ARMS[name]
-    model = models[arm.precision].model
-    return Run(lambda: arm.call(subject.run, model, inputs, kept), lambda: arm.scope(model))
-
-
 def errors(result: Tensor, golden: Tensor, subject: Subject) -> Record:
     """Return the share of values that are not finite; if there are none, the relative error and the subject's own."""
     nonfinite = float((~result.isfinite()).double().mean())
@@ -110,37 +118,39 @@ def errors(result: Tensor, golden: Tensor, subject: Subject) -> Record:
 
 
 def take_turns(runs: Mapping[str, Run], turns: int, device: torch.device) -> Times:
-    """Time the phases of each run in turns, in rotated order, so that drift affects all alike.
+    """Time the phases of all runs, which must have compiled their kernels.
 
-    Runs must have compiled their kernels.
+    In each turn every run begins anew. Phases alternate between the runs, in rotated order, so that drift affects all
+    alike: a step of decoding waits for the host, whose speed scatters.
     """
     times: Times = {name: {} for name in runs}
-    names = list(runs)
     for turn in range(turns):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            with runs[name].scope():
-                taken = time_phases(runs[name].begin(), device)
-            for phase, pair in taken.items():
-                times[name].setdefault(phase, []).append(pair)
+        begun = {name: run.begin() for name, run in runs.items()}
+        place = turn
+        while begun:
+            names = list(begun)
+            first, place = place % len(names), place + 1
+            for name in names[first:] + names[:first]:
+                with counting_every(runs[name].arm.every):
+                    timed = time_phase(begun[name], device)
+                if timed is None:
+                    del begun[name]
+                else:
+                    times[name].setdefault(timed[0], []).append(timed[1])
     return times
 
 
-def time_phases(phases: Phases, device: torch.device) -> dict[str, Pair]:
-    """Return the milliseconds of each phase: wall time, and the time between CUDA events (None on a CPU)."""
-    times: dict[str, Pair] = {}
+def time_phase(phases: Phases, device: torch.device) -> tuple[str, Pair] | None:
+    """Run the next phase; return its name and milliseconds: wall time, and between CUDA events (None on a CPU)."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-    while True:
-        started = now(device)
-        for event in events[:1]:
-            event.record()
-        phase = next(phases, None)
-        if phase is None:
-            return times
-        for event in events[1:]:
-            event.record()
-        wall = 1e3 * (now(device) - started)
-        times[phase[0]] = wall, events[0].elapsed_time(events[1]) if events else None
+    started = now(device)
+    for event in events[:1]:
+        event.record()
+    phase = next(phases, None)
+    for event in events[1:]:
+        event.record()
+    wall = 1e3 * (now(device) - started)
+    return None if phase is None else (phase[0], (wall, events[0].elapsed_time(events[1]) if events else None))
 
 
 def summaries(times: Times, arm: str) -> list[Record]:
@@ -157,7 +167,7 @@ def summaries(times: Times, arm: str) -> list[Record]:
 
 
 def ratio(pairs: list[Pair], base: list[Pair]) -> dict[str, float]:
-    """Return median, p20 and p80 over the turns of the ratio of two wall times."""
+    """Return median, p20 and p80 of the ratio of two wall times."""
     ratios = sorted(own / other for (own, _), (other, _) in zip(pairs, base, strict=True))
     return {name: quantile(ratios, share) for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
 

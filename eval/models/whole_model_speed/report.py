@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.experiment import outcome
+from pasa.eval.kit.experiment import gate, outcome
 from pasa.eval.kit.tables import Column, Table, number, percent, short
 from pasa.eval.models.whole_model_speed.arms import ARMS, CONVERTED
 from pasa.eval.models.whole_model_speed.subjects import Record
@@ -95,6 +95,14 @@ def verdict(result: Result) -> str:
         f"After pasa.to_fp16 a run takes {min(ratios):.3f} to {max(ratios):.3f} times as long as in plain FP16 with "
         f"the same attention; relative errors from FP32: {', '.join(errors)}. {outcome(result)}"
     )
+
+
+def combine(results: Sequence[Result]) -> str:
+    """Return the tables and the verdict of runs of one model each, for a page."""
+    checks = {name: passed for result in results for name, passed in result["gate"]["checks"].items()}
+    every = {**results[0], "records": [each for result in results for each in result["records"]], "gate": gate(checks)}
+    tables = [make(every).captioned() for make in (table, cost_table, fixture_table)]
+    return "\n\n".join([*tables, verdict(every), *dict.fromkeys(map(origin, results))])
 
 
 def report(result: Result) -> list[Table | str]:

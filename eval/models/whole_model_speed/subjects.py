@@ -46,7 +46,8 @@ class Subject:
     inputs : callable
         Takes the model; returns the tensor that it is called with, on torch's default device.
     run : callable
-        Takes model, input and how many positions of logits to keep; yields the name and the result of each phase.
+        Takes model, input and how many positions of logits to keep; yields the name and the result of each phase;
+        a phase may be repeated.
     sample : callable
         Takes the input; returns the sample for `pasa.to_fp16`.
     blocks : callable
@@ -123,7 +124,7 @@ def generate(model: Any, ids: Tensor, kept: int) -> Phases:
     for _ in range(STEPS):
         ids = out.logits[:, -1:].argmax(-1)
         out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
-    yield f"{STEPS} steps", out.logits
+        yield "step", out.logits
 
 
 def encode(model: Any, ids: Tensor, _: int) -> Phases:
