@@ -35,7 +35,7 @@ class Prepared:
 def cast(model: Any, dtype: torch.dtype, wide: tuple[str, ...] = ()) -> Any:
     """Round the parameters, as `from_pretrained` does; those with `wide` in their names become FP32.
 
-    Buffers that no checkpoint holds stay as they are, such as the frequencies of rotary embeddings.
+    Buffers keep their precision, such as the frequencies of rotary embeddings, which no checkpoint holds.
     """
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if set(wide) & set(name.split(".")) else dtype)
