@@ -37,6 +37,7 @@ from pasa.eval.models.rescue import run as rescue
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.whole_model import report as whole_model
+from pasa.eval.models.whole_model_speed import report as whole_model_speed
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as calls
@@ -228,6 +229,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
     "whole_model": block("whole_model", whole_model.tables, whole_model.verdict),
+    "whole_model_speed": lambda: whole_model_speed.combine(
+        [stored(name) for name in RESULTS if name.startswith("whole_model on ")]
+    ),
     "speed": speed_report.readme_speed,
     "decode": speed_report.readme_decode,
     "paged": speed_report.readme_paged,

@@ -28,6 +28,7 @@ from pasa.eval.models.to_fp16 import run as to_fp16
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
 from pasa.eval.models.whole_model import run as whole_model
+from pasa.eval.models.whole_model_speed import run as whole_model_speed
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as random_calls
@@ -50,7 +51,8 @@ evaluate = typer.Typer(name="eval", help="Models, random calls and studies of ro
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
     (app, (doctor, check_device, rescue)),
-    (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput, step, npu, overhead)),
+    (bench, (beta, rmse, gradients, cost, speed, counters, ring, watching, throughput)),
+    (bench, (step, whole_model_speed, npu, overhead)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:

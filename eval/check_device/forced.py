@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pasa.eval.check_device import hostile
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin, pick_device, torch_devices
+from pasa.eval.kit.device import describe, find_device, origin, pick_device
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Column, Table
@@ -68,8 +68,8 @@ def run_hostile(
     progress: output.Report = output.silent,
 ) -> Record:
     """Hostile calls of the backend sdpa, by each kernel of torch, against FP64; exit 1 if one breaks a bound."""
-    if device is not None and not {device, f"{device}:0"} & {*torch_devices()}:
-        raise ValueError(f"device={device!r} is not here: choose among {', '.join(torch_devices())}")
+    if device is not None:
+        find_device(device)
     place = pick_device() if device is None else torch.device(device)
     names = tuple(SETTINGS) if place.type == "cuda" else EVERYWHERE
     records, cases, done = [], hostile.more_cases(), 0

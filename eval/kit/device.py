@@ -80,6 +80,13 @@ def torch_devices() -> list[str]:
     return ["cpu", *(f"{name}:{i}" for name, count in counts.items() for i in range(count))]
 
 
+def find_device(name: str) -> torch.device:
+    """Return the device of a name such as "cuda" or "cuda:0"; raise ValueError if it is not here."""
+    if not {name, f"{name}:0"} & {*torch_devices()}:
+        raise ValueError(f"device={name!r} is not here: choose among {', '.join(torch_devices())}")
+    return torch.device(name)
+
+
 def device_name(device: str) -> str:
     """Return the product's name, or that of the processor where torch does not name the device."""
     name = getattr(getattr(torch, torch.device(device).type), "get_device_name", None)

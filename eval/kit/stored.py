@@ -46,11 +46,11 @@ RESULTS = {
     "overhead": ROOT / "eval/research/fp8_scaling/results/predict.json",
     "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
 }
-# Runs of one command on several devices, each in a folder of its own: "hostile on cpu", and so on.
-BY_DEVICE = ("eval/accuracy/rmse", "eval/check_device")
+# Runs of one command on several devices or models, each in a folder of its own: "hostile on cpu", and so on.
+IN_FOLDERS = ("eval/accuracy/rmse", "eval/check_device", "eval/models/whole_model_speed")
 RESULTS |= {
     f"{path.stem} on {path.parent.name}": path
-    for folder in BY_DEVICE
+    for folder in IN_FOLDERS
     for path in sorted((ROOT / folder / "results").glob("*/*.json"))
 }
 

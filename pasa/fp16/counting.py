@@ -108,8 +108,8 @@ class Counters:
         def begin(module: torch.nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling() or self._entered.depth > 1:
                 return
+            self._thread.looks = self._calls[name] % EVERY == 0 and not _capturing()
             self._calls[name] += 1
-            self._thread.looks = self._calls[name] % EVERY == 1 and not _capturing()
 
         return begin
 

@@ -191,6 +191,24 @@ def test_stored_watching_costs_a_model_little():
     assert max(costs) < 2
 
 
+def test_stored_models_of_full_size_cost_no_time_or_memory_after_conversion():
+    """The claim of docs/whole-models.md. The VAE is black in FP16, and within 40 dB of FP32 after the conversion."""
+    runs = {name: generate.stored(name) for name in RESULTS if name.startswith("whole_model on ")}
+    assert {"whole_model on svd-vae", "whole_model on t5-xxl"} <= runs.keys()
+    for name, result in runs.items():
+        assert result["settings"]["turns"] >= 10
+        (record,) = result["records"]
+        ways = {each["arm"]: each for each in record["arms"]}
+        assert ways["to-fp16"]["bytes"] <= 1.02 * ways["sound-patched"]["bytes"], name
+        for each in record["overheads"]:
+            assert each["amortised"]["median"] <= 1.02, (name, each["phase"])
+        if name == "whole_model on svd-vae":
+            assert ways["fp16"]["nonfinite"] == 1
+            assert ways["to-fp16"]["psnr"] >= 40
+            assert ways["upcast"]["phases"][0]["to_fp16"] > 1.2
+            assert ways["upcast"]["bytes"] > 1.9 * ways["to-fp16"]["bytes"]
+
+
 def test_unknown_part_is_an_error():
     with pytest.raises(KeyError, match="nonsense"):
         generate.fill("<!-- generated: nonsense -->\n<!-- end -->")

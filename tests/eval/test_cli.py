@@ -218,6 +218,10 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["eval", "longbench", "--data", ".", "--tokens", "500"], "tokens=[500] is of the offline set"),
         (["bench", "model"], "there is no accelerator here: try --config tiny"),
         (["bench", "watch"], "timing needs a CUDA device"),
+        (["bench", "whole-model"], "timing needs a CUDA device"),
+        (["bench", "whole-model", "--turns", "0"], "turns=0"),
+        (["bench", "whole-model", "--subjects", "llama"], "'llama' is not one of gemma-3-4b"),
+        (["eval", "whole-model", "--device", "cuda:9"], "device='cuda:9' is not here: choose among cpu"),
         (["bench", "predict"], "try --small"),
         (["bench", "predict", "--turns", "0"], "turns=0"),
         (["bench", "watch", "--turns", "0"], "turns=0"),
@@ -423,7 +427,7 @@ def test_console_script_runs_as_a_process() -> None:
 BUILD_MODELS = "demo,diagnose,predict,eval video,eval longbench,eval ppl,eval fp8,eval zoo,bench model,bench video"
 
 
-@pytest.mark.parametrize("command", [*BUILD_MODELS.split(","), "bench watch"])
+@pytest.mark.parametrize("command", [*BUILD_MODELS.split(","), "bench watch", "bench whole-model"])
 def test_an_older_transformers_is_named_by_version(
     command: str, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:

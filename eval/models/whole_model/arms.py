@@ -73,7 +73,7 @@ def written(model: Any, tokenizer: Any) -> Iterator[Any]:
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
         run_to_fp16(str(source), str(out), skip_check=True)
-        yield type(model).from_pretrained(out, dtype=torch.float16).eval()
+        yield type(model).from_pretrained(out, dtype=torch.float16).eval().to(model.device)
 
 
 @dataclass(frozen=True)

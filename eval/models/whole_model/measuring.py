@@ -86,9 +86,8 @@ class Comparison:
 
 
 @contextmanager
-def residual_peaks(model: Any) -> Iterator[list[float]]:
-    """Yield a list that holds, for each decoder layer, the largest magnitude of the residual stream it has returned."""
-    layers = model.get_decoder().layers
+def residual_peaks(layers: Sequence[torch.nn.Module]) -> Iterator[list[float]]:
+    """Yield a list that holds, for each layer, the largest magnitude of the residual stream that it has returned."""
     peaks = [0.0] * len(layers)
 
     def record(index: int, module: Any, args: Any, output: Any) -> None:
@@ -111,7 +110,7 @@ def measure(
     ``rounded_logits`` what rounding its logits to FP16 costs, which no FP16 model can undercut.
     """
     started, comparison, rounded, kept = time.perf_counter(), Comparison(), Comparison(), []
-    with NonFiniteWatch({"": model}) as watch, residual_peaks(model) as peaks:
+    with NonFiniteWatch({"": model}) as watch, residual_peaks(model.get_decoder().layers) as peaks:
         for index, ids in enumerate(chunks):
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             comparison.add(logits, ids, reference[index] if reference else None)
@@ -133,7 +132,7 @@ def measure(
 @torch.no_grad()
 def best_gaps(model: Any, ids: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     """Return, for each of the `tokens` that follow ids (n,), how far the two best logits are apart there, in nats."""
-    whole = torch.cat([ids, torch.tensor(list(tokens), dtype=ids.dtype)])
+    whole = torch.cat([ids, torch.tensor(list(tokens), dtype=ids.dtype, device=ids.device)])
     best = model(input_ids=whole[None], use_cache=False).logits[0, len(ids) - 1 : -1].double().topk(2).values
     return [float(gap) for gap in best[:, 0] - best[:, 1]]
 

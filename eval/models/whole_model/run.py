@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, find_device
 from pasa.eval.kit.embedded_model import find_essays, require_built_in
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import at_least
@@ -55,10 +55,13 @@ def run_whole_model(
     chunk: Annotated[int, "Tokens to predict in one forward pass."] = 500,
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
     native: Annotated[bool, "Use torch's own FP16 products on the CPU (up to 4 times as slow)."] = False,
+    device: Annotated[str, "Device, such as cuda:0; FP16 products are torch's own unless it is the CPU."] = "cpu",
     progress: output.Report = output.silent,
 ) -> Result:
     """Run language models in FP16 before and after pasa.to_fp16; exit 1 if they are not as in FP32 afterwards."""
     at_least(1, tokens=tokens, chunk=chunk, new_tokens=new_tokens)
+    place = find_device(device)
+    native = native or place.type != "cpu"
     names, ways = choose(models, SUBJECTS), choose([REFERENCE, *arms], ARMS)
     require_built_in(model=False, text=True)
     for name in names:
@@ -70,7 +73,7 @@ def run_whole_model(
 
     with nullcontext() if native else TensorCoreProducts():
         for name in names:
-            for record in measure_arms(SUBJECTS[name], ways, tokens, chunk, new_tokens, say):
+            for record in measure_arms(SUBJECTS[name], ways, tokens, chunk, new_tokens, say, place):
                 runs.append({"model": name, **record})
     return {
         "gate": judge(runs),
@@ -78,7 +81,7 @@ def run_whole_model(
         "settings": {"text": ESSAY, "tokens": tokens, "chunk": chunk, "new_tokens": new_tokens, "native": native},
         "runs": runs,
         "note": NATIVE if native else PRODUCTS,
-        "environment": describe(torch.device("cpu"), "transformers"),
+        "environment": describe(place, "transformers"),
     }
 
 
@@ -91,12 +94,19 @@ def choose(names: Sequence[str], known: dict[str, Any]) -> list[str]:
 
 
 def measure_arms(
-    subject: Subject, arms: Sequence[str], tokens: int, chunk: int, new_tokens: int, say: Callable[[str], None]
+    subject: Subject,
+    arms: Sequence[str],
+    tokens: int,
+    chunk: int,
+    new_tokens: int,
+    say: Callable[[str], None],
+    device: torch.device,
 ) -> Iterator[Record]:
     """Yield a record for each way to run a model, FP32 first; each starts from a copy of the FP32 model."""
     say(f"loading {subject.title}")
     original, tokenizer = subject.load()
-    chunks = split(tokenizer, output.read_text(find_essays()[ESSAY]), tokens, chunk)
+    original.to(device)
+    chunks = [each.to(device) for each in split(tokenizer, output.read_text(find_essays()[ESSAY]), tokens, chunk)]
     prompt = chunks[0][:PROMPT_TOKENS]
     reference: list[torch.Tensor] = []
     expected: list[int] = []
