@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pasa import geometry
 from pasa.concentration import geometry_scale
@@ -28,7 +27,9 @@ from pasa.prediction.families import (
     supported,
     wrong,
 )
-from pasa.prediction.table import HeadPrediction, Prediction, Verdict, order
+from pasa.prediction.reading import read_norm, read_part, read_vector
+from pasa.prediction.streams import bound_streams
+from pasa.prediction.table import HeadPrediction, Prediction, StreamPrediction, Verdict, order
 from pasa.projections import Norm, Projection, project
 from pasa.roundings import ELEMENT_UNITS, MEAN_UNITS, constant_level, unevenness
 
@@ -39,12 +40,18 @@ Progress = Callable[[int, int, str], None]
 
 @hint_at_arguments
 def predict_overflow(
-    model: object, *, delta: float = 1e-6, seq_len: int | None = None, progress: Progress | None = None
+    model: object,
+    *,
+    delta: float = 1e-6,
+    seq_len: int | None = None,
+    streams: bool = False,
+    progress: Progress | None = None,
 ) -> Prediction:
     """Predict from the weights alone which heads can form scores that FP16 cannot hold.
 
-    Only scores are judged. A query or key may overflow FP16 before its scores are formed, as the output of q_proj may
-    in Qwen3 before q_norm. It is then infinite whatever attention does; :func:`pasa.watch` or a run in BF16 finds it.
+    Scores are judged, and residual streams and MLPs on request. A query or key may overflow FP16 before its scores are
+    formed, as the output of q_proj may in Qwen3 before q_norm. It is then infinite whatever attention does;
+    :func:`pasa.watch` or a run in BF16 finds it.
 
     The proven bound makes three assumptions about a layer norm, which hold in PyTorch. Its input is stored in FP16. Its
     mean is formed in FP32, with an error of at most 8 units of 2^-24 of the largest input. Its variance is formed from
@@ -60,6 +67,9 @@ def predict_overflow(
         Probability of any overflow in the whole model up to which an overflow counts as unlikely.
     seq_len : int, optional
         Number of positions; by default the longest sequence that the configuration names.
+    streams : bool, default False
+        Bound the residual stream and the MLP of every layer too, of language models and of CLIP. The bounds hold for
+        all token ids (GPT-2: without token types) or pixels, and are loose. All weights are read.
     progress : callable, optional
         Called with (done, total, layer) before each layer.
 
@@ -101,6 +111,8 @@ def predict_overflow(
         raise ValueError(
             f"predict_overflow: seq_len={shown(seq_len)} is {limits}: leave it out for the config's length"
         )
+    if not isinstance(streams, bool):
+        raise TypeError(f"predict_overflow: streams={streams!r} is not a bool: pass True or False")
     if progress is not None and not callable(progress):
         raise TypeError(f"predict_overflow: progress={progress!r} is not a function: pass progress(done, total, layer)")
     parts = sources_of(model)
@@ -113,6 +125,7 @@ def predict_overflow(
     layers_by_prefix = {prefix: find_layers(source) for prefix, source in known.items()}
     total, done = sum(map(len, layers_by_prefix.values())), 0
     rows: list[HeadPrediction] = []
+    bounds: list[StreamPrediction] = []
     settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
     for prefix, layers in layers_by_prefix.items():
         length = seq_len or _sequence(known[prefix])
@@ -122,6 +135,8 @@ def predict_overflow(
                 progress(done, total, layer.name)
             rows += _predict_layer(known[prefix], layer, prefix, heads, length, delta)
             done += 1
+        if streams:
+            bounds += bound_streams(known[prefix], layers, prefix)
         settings["parts"][prefix] = {"seq_len": length, "heads": heads, "layers": len(layers)}
     skipped = tuple(
         (prefix.rstrip("."), f"architecture {shown(architecture(source.config))} is not supported")
@@ -129,7 +144,7 @@ def predict_overflow(
         if prefix not in known
     )
     label = str(model) if isinstance(model, (str, Path)) else type(model).__name__
-    return Prediction(label, tuple(sorted(rows, key=order)), settings, skipped)
+    return Prediction(label, tuple(sorted(rows, key=order)), settings, skipped, tuple(bounds))
 
 
 def sources_of(model: Any) -> dict[str, Source]:
@@ -223,13 +238,12 @@ def _norm(source: Source, layer: Layer, seq_len: int) -> tuple[Norm, str]:
     All bounds depend on the norm, so it must exist. A group norm bounds all positions of a group together, so its bound
     depends on `seq_len`.
     """
-    if f"{layer.norm}.weight" not in source.names:
-        raise ValueError(f"{source.label}: {layer.norm}.weight is missing")
-    gain = _vector(source, f"{layer.norm}.weight")
-    shift = _vector(source, f"{layer.norm}.bias", len(gain)) if f"{layer.norm}.bias" in source.names else None
+    norm = read_norm(source, layer.norm, layer.kind, layer.epsilon)
     if layer.kind == "group":
-        return Norm(group_radius(len(gain), seq_len, layer.epsilon), gain, shift), f"up to {seq_len} positions"
-    return Norm(math.sqrt(len(gain)), gain, shift, centred=layer.kind == "layer", eps=layer.epsilon), ""
+        channels = 0 if norm.gain is None else len(norm.gain)
+        radius = group_radius(channels, seq_len, layer.epsilon)
+        return Norm(radius, norm.gain, norm.shift), f"up to {seq_len} positions"
+    return norm, ""
 
 
 def group_radius(channels: int, positions: int, epsilon: float) -> float:
@@ -244,33 +258,17 @@ def group_radius(channels: int, positions: int, epsilon: float) -> float:
     )
 
 
-def _vector(source: Source, name: str, length: int | None = None) -> Tensor:
-    """Return a tensor of one dimension; refuse other shapes, as broadcasting them would bound another model."""
-    vector = source.get(name)
-    if vector.ndim != 1 or len(vector) != (length or len(vector)):
-        raise ValueError(f"{source.label}: {name} is {tuple(vector.shape)} in place of ({length or 'd'},)")
-    return vector
-
-
 def _gains(source: Source, part: Part, heads: int) -> Projection:
     """Return q or k of heads with an RMS norm of their own.
 
     Such a head is gain * n with |n| = sqrt(D), whatever the projection before the norm gives.
     """
-    gain = _vector(source, part.weight)
+    gain = read_vector(source, part.weight)
     return _finite(source, part, project(gain.diag().repeat(heads, 1), None, heads, Norm(math.sqrt(len(gain)))))
 
 
 def _project(source: Source, part: Part, heads: int, norm: Norm) -> Projection:
-    weight = source.get(part.weight)
-    if weight.ndim != 2:
-        raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which is no matrix")
-    if part.transposed:
-        weight = weight.T
-    bias = _vector(source, part.bias, len(weight)) if part.bias is not None else None
-    if part.rows is not None:
-        weight = weight[slice(*part.rows)]
-        bias = bias[slice(*part.rows)] if bias is not None else None
+    weight, bias = read_part(source, part)
     if norm.gain is None or weight.shape[1] != len(norm.gain) or weight.shape[0] % heads:
         raise ValueError(f"{source.label}: {part.weight} is {tuple(weight.shape)}, which {heads} heads do not fit")
     return _finite(source, part, project(weight, bias, heads, norm))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
+
+from pasa.ops.numerics.formats import FP16_MAX
 
 Verdict = Literal["certain", "unknown", "at risk", "unlikely", "safe"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # worst first
 PATCHED: tuple[Verdict, ...] = ("certain", "unknown", "at risk")
 """The verdicts whose modules `patch_pipeline(policy="auto")` patches; its guard watches the others."""
+
+MEASURE = "measure it with pasa diagnose, or run pasa to-fp16"
+"""Advice where a bound proves nothing."""
 
 MEANINGS: Mapping[Verdict, str] = {
     "certain": "the constant part of some scores alone is beyond the limit, by more than inputs are likely to undo",
@@ -64,6 +69,31 @@ class HeadPrediction:
 
 
 @dataclass(frozen=True)
+class StreamPrediction:
+    """Proven bounds on one decoder layer outside of attention, or on a whole model if there are none.
+
+    Attributes
+    ----------
+    layer : str
+        Path of the layer, or of the model.
+    residual : float
+        Bound on the residual stream within the layer and after it, for every input; infinite if there is none.
+    mlp : float
+        Bound on what the MLP reads, on gate and up, and on their product.
+    verdict : {"safe", "not proven"}
+        "safe" if both are within 65504. The bounds are loose, so "not proven" says nothing about real inputs.
+    note : str
+        Reason why there is no bound; "" if there is one.
+    """
+
+    layer: str
+    residual: float
+    mlp: float
+    verdict: Literal["safe", "not proven"]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The rows of a model, worst first, with the settings that they were computed with.
 
@@ -76,12 +106,15 @@ class Prediction:
         ``layers``.
     skipped : tuple of (str, str)
         Parts of a pipeline without a prediction, each with the reason.
+    streams : tuple of StreamPrediction
+        Bounds on residual streams and MLPs, layer by layer; empty unless they were asked for.
     """
 
     model: str
     rows: tuple[HeadPrediction, ...]
     settings: dict[str, Any]
     skipped: tuple[tuple[str, str], ...] = ()
+    streams: tuple[StreamPrediction, ...] = ()
 
     def modules(self, *verdicts: Verdict) -> tuple[str, ...]:
         """Return the modules with a head of one of these verdicts, worst first; all modules if no verdict is named."""
@@ -101,9 +134,22 @@ class Prediction:
             for row in self.rows[:20]
         ]
         lines += [f"  skipped   {name}: {reason}" for name, reason in self.skipped]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {line}" for line in describe_streams(self.streams))])
 
 
 def order(row: HeadPrediction) -> tuple[int, float, float]:
     """Return the sort key of a row: worst verdict first, then the largest bounds."""
     return VERDICTS.index(row.verdict), -row.probable, -row.proven
+
+
+def describe_streams(streams: Sequence[StreamPrediction], limit: float = FP16_MAX) -> list[str]:
+    """Return a line on residual streams and one on MLPs: the largest bound, and the first layer beyond the limit."""
+    lines = [f"{each.layer}: residual stream and MLP: no bound: {each.note}" for each in streams if each.note]
+    for part, words in {"residual": "residual stream", "mlp": "MLP"}.items():
+        bounds = {each.layer: float(getattr(each, part)) for each in streams if not each.note}
+        beyond = [layer for layer, bound in bounds.items() if not bound <= limit]
+        if not bounds:
+            continue
+        text = f"{words}: bounded by {max(bounds.values()):,.0f}"
+        lines.append(f"{text}, from {beyond[0]} on beyond 65504: not proven; {MEASURE}" if beyond else f"{text}: safe")
+    return lines

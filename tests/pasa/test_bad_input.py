@@ -298,6 +298,7 @@ BAD = {
     "delta type": (lambda: predict(delta="x"), TypeError, "delta='x'", "not a number"),
     "seq_len type": (lambda: predict(seq_len=1.5), TypeError, "seq_len=1.5", "not an integer"),
     "seq_len": (lambda: predict(seq_len=0), ValueError, "seq_len=0", "leave it out"),
+    "streams": (lambda: predict(streams="mlp"), TypeError, "streams='mlp'", "True or False"),
     "progress": (lambda: predict(progress=True), TypeError, "progress=True", r"progress\(done, total, layer\)"),
     # the shifting matrix
     "n": (lambda: pasa.shifting_matrix(0, 0.9), ValueError, "got 0", "integer >= 1"),

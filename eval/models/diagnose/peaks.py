@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pasa.eval.models.diagnose.streams import REMEDY
 from pasa.ops.numerics.formats import FP16_MAX
 
 
@@ -52,6 +53,6 @@ def advice(beyond: Mapping[str, Any] | None) -> str:
     count = beyond["modules"]
     return (
         f"Values that {count} module{'s' * (count > 1)} return{'s' * (count == 1)} pass 65504, first those of "
-        f"{beyond['module']} ({beyond['peak']:,.0f}): FP16 needs `pasa to-fp16` or pasa.to_fp16 here. Attention that "
-        "cannot overflow does not change them."
+        f"{beyond['module']} ({beyond['peak']:,.0f}): run {REMEDY}. Attention that cannot overflow does not "
+        "change them."
     )

@@ -8,12 +8,14 @@ from html import escape
 from typing import Any
 
 from pasa.eval.kit.device import origin
-from pasa.eval.kit.tables import Table, percent
+from pasa.eval.kit.tables import Column, Table, percent
 from pasa.eval.models.diagnose.peaks import advice
+from pasa.eval.models.diagnose.streams import PARTS, REMEDY, beyond, largest, peak
 from pasa.ops.numerics.formats import FP16_MAX
 
 Record = dict[str, Any]
 SHOWN = 10  # heads in the terminal and in Markdown; JSON has all
+STREAMS = 5  # blocks outside of attention, in the terminal, in Markdown and unfolded on the page
 SHORT = ("layer", "head", "peak QKᵀ", "× 65504", "stored", "bias", "resonance")  # what 80 characters hold
 
 LETTER, CELL, LINE = 6.2, 26, 16  # pixels: width of a letter, width and height of a cell
@@ -70,6 +72,22 @@ COLUMNS: dict[str, tuple[Callable[[Any], str], str]] = {
     "queries × keys": (lambda r: f"{r['queries']:,} × {r['keys_seen']:,}", ""),
 }
 """How a record becomes a cell of each column, and what the column means."""
+STREAM_COLUMNS: dict[str, Column] = {
+    "layer": "layer",
+    "residual stream": lambda r: number(r["residual"]),
+    "MLP": lambda r: "–" if r["mlp"] is None else number(r["mlp"]),
+    "× 65504": lambda r: ratio(peak(r)),
+    "margin": lambda r: number(FP16_MAX / peak(r)) if peak(r) else "–",
+}
+STREAM_NOTE = (
+    "residual stream: largest magnitude that the layer's norms read or that it returns. MLP: largest magnitude that "
+    "enters a product with weights outside of attention, such as the product of gate and up. × 65504: the larger of "
+    "the two; 1 is where FP16 ends. margin: 65504 over it."
+)
+STREAM_METHOD = (
+    "Residual streams and MLPs are those of the run with the model's own attention, repeated in FP32 if the model "
+    "breaks in FP16. Sums within a layer that no norm reads are not seen."
+)
 MAP = "![Largest score of every head over 65504](diagnose.svg)"
 FOLDED = ("layer", "head", "K", "K′", "phase", "call", "queries × keys")  # on the page, in a table that is folded away
 PAGE = ("layer", "head", *(name for name in COLUMNS if name not in FOLDED))
@@ -110,8 +128,51 @@ def verdict(result: Record) -> str:
             sentences.append(text.format(f"{broken['module']} (call {broken['call']} of its model)"))
         elif name == "fp16":
             sentences.append("With scores stored in FP16 all modules stay finite.")
-    sentences.append(advice(result["runs"]["own"].get("beyond_fp16")))
-    return " ".join(filter(None, sentences))
+    return " ".join(filter(None, [*sentences, stream_verdict(result)]))
+
+
+def leaves_outside(result: Record) -> bool:
+    """Return whether a value outside of attention passes 65504."""
+    records = result.get("streams") or []
+    return bool(result["runs"]["own"].get("beyond_fp16")) or any(beyond(records, part) for part in PARTS)
+
+
+def stream_verdict(result: Record) -> str:
+    """Return which residual streams and MLPs pass FP16 and what to type, or how near they come; older results: less."""
+    records, module = result.get("streams") or [], result["runs"]["own"].get("beyond_fp16")
+    if not (passed := [_passed(records, *part) for part in PARTS.items() if beyond(records, part[0])]):
+        if module or not records:
+            return advice(module)
+        worst = largest(records)[0]
+        return (
+            f"Residual streams and MLPs stay within FP16: at most {number(peak(worst))}, {ratio(peak(worst))} times "
+            f"its largest number ({worst['layer']})."
+        )
+    text = (
+        f"FP16 cannot hold {' and '.join(passed)}: run {REMEDY}. Attention that cannot overflow does not change that."
+    )
+    if not module:
+        return text
+    return f"{text} The first module to return such values is {module['module']} ({number(module['peak'])})."
+
+
+def _passed(records: Sequence[Record], part: str, words: str) -> str:
+    """Return how many layers pass 65504 in the residual stream or the MLP, the first of them, and by how much."""
+    passed = beyond(records, part)
+    worst = max(each[part] for each in passed)
+    return (
+        f"the {words} of {len(passed)} of {len(records)} layers (first {passed[0]['layer']}; up to {number(worst)}, "
+        f"{ratio(worst)} times its largest number)"
+    )
+
+
+def stream_table(result: Record, most: int | None = STREAMS) -> Table | None:
+    """Return the layers with the largest residual streams and MLPs, a row each; None for an older result."""
+    if not (records := largest(result.get("streams") or [])):
+        return None
+    left = len(records[most:]) if most else 0
+    note = f"{STREAM_NOTE} {left} more in the JSON." if left else STREAM_NOTE
+    return Table.of("Residual streams and MLPs, largest first", records[:most], STREAM_COLUMNS, note, wraps="layer")
 
 
 def how_measured(result: Record) -> list[str]:
@@ -124,6 +185,7 @@ def how_measured(result: Record) -> list[str]:
         f"Other numbers are of the call with the largest score, from at most {settings['rows']} queries and "
         f"{settings['batch']} batch entries against all keys, masked out or not. They can miss the largest pair.",
         "A single key has no bias or resonance of its own: softmax makes its weight 1 whatever its score.",
+        *[STREAM_METHOD] * bool(result.get("streams")),
         cost(result),
     ]
 
@@ -141,7 +203,8 @@ def cost(result: Record) -> str:
 def report(result: Record) -> list[Table | str]:
     """Return the worst heads, the verdict, and how it was measured."""
     method = "\n".join(f"- {line}" for line in how_measured(result))
-    return [verdict(result), head_table(result), method, origin(result)]
+    tables = filter(None, [head_table(result), stream_table(result)])
+    return [verdict(result), *tables, method, origin(result)]
 
 
 def draw_map(result: dict[str, Any]) -> str:

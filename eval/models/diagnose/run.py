@@ -1,4 +1,4 @@
-"""Runs a model three times and says where its attention leaves FP16: as it is, probed, and with FP16 scores."""
+"""Runs a model three times and says what leaves FP16: as it is, with attention probed, and with FP16 scores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pasa.eval.kit.options import stages
 from pasa.eval.models.diagnose import report, subjects
 from pasa.eval.models.diagnose.peaks import beyond_fp16, module_peaks
 from pasa.eval.models.diagnose.probe import BATCH, MATRICES, ROWS, Findings, HeadMaps, probe
+from pasa.eval.models.diagnose.streams import StreamPeaks, in_fp32
 from pasa.eval.models.diagnose.subjects import EMBEDDED, Subject
 from pasa.eval.models.video.run import EMULATED, EMULATION
 from pasa.first_nonfinite import NonFiniteWatch, models_of
@@ -38,7 +39,7 @@ def run_diagnose(
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> Run:
-    """Show where a model's attention leaves FP16, head by head, and why; exit 1 if PASA breaks its output."""
+    """Show which heads, residual streams and MLPs of a model leave FP16, and why; exit 1 if PASA breaks its output."""
     video = {"image": image, "height": height, "width": width, "frames": frames, "steps": steps, "offload": offload}
     offset = 0 if offset is None and model == EMBEDDED else offset  # as published
     result, heads = look(model, progress, prompt=prompt, offset=offset, dtype=dtype, **video)
@@ -50,22 +51,33 @@ def run_diagnose(
 def look(model: str, progress: output.Report = output.silent, **options: Any) -> tuple[Run, list[HeadMaps]]:
     """Run a model three times; return the result, and the matrices of its worst heads.
 
-    Each run is watched for the first module that breaks; the last ends there.
+    Each run is watched for the first module that breaks; the last ends there. Values outside of attention are recorded
+    in the first. A model that breaks in FP16 runs once more in FP32 for them.
     """
     say = stages(progress, 4)
     say("loading the model")
     subject = subjects.load(model, **options)
     say("its own attention")
-    with module_peaks(models_of(subject.model)) as peaks:
-        runs = {"own": _watched(subject)}
-    runs["own"]["beyond_fp16"] = beyond_fp16(peaks)
+    own, outside = _recorded(subject)
+    if own["first_nonfinite"]:
+        with in_fp32(models_of(subject.model)):
+            outside = _recorded(subject)[1]
+    runs = {"own": own | {"beyond_fp16": outside["beyond_fp16"]}}
     say("PASA, recorded")
     with probe(subject.model) as findings:
         runs["pasa"] = _watched(subject)
     say("FP16 scores (emulated)")
     with pasa.patch_pipeline(subject.model, config=EMULATED, backend="reference"):
         runs["fp16"] = _watched(subject, stop=True)
-    return collect(subject, runs, findings), findings.maps
+    return collect(subject, runs, findings) | {"streams": outside["streams"]}, findings.maps
+
+
+def _recorded(subject: Subject) -> tuple[Run, Run]:
+    """Run a model with its own attention; return the run, and what it says on values outside of attention."""
+    models = models_of(subject.model)
+    with module_peaks(models) as peaks, StreamPeaks(models) as streams:
+        run = _watched(subject)
+    return run, {"beyond_fp16": beyond_fp16(peaks), "streams": list(streams.layers.values())}
 
 
 def _watched(subject: Subject, *, stop: bool = False) -> Run:
@@ -130,6 +142,8 @@ def render_page(result: Run, heads: Sequence[HeadMaps]) -> str:
         map=report.draw_map(result) if records else "",
         table=report.head_table(result, report.PAGE, SHOWN),
         details=report.head_table(result, report.FOLDED, SHOWN),
+        streams=report.stream_table(result, None),
+        outside=report.leaves_outside(result),
         heads=[(each, records[each.module, each.head]) for each in heads],
         matrices=MATRICES,
         origin=origin(result),
@@ -147,7 +161,7 @@ EXPERIMENT = Experiment(
     name="diagnose",
     run=run_diagnose,
     report=report.report,
-    title="Where attention leaves FP16",
+    title="Where a model leaves FP16",
     figures=write_map,
     needs_models=True,
     appendix=lambda result: [report.head_table(result, report.OTHERS), report.MAP],

@@ -22,11 +22,12 @@ from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.diagnose import subjects
 from pasa.eval.models.diagnose.peaks import advice, beyond_fp16, module_peaks
 from pasa.eval.models.diagnose.probe import attention_calls
+from pasa.eval.models.diagnose.streams import PARTS, StreamPeaks
 from pasa.eval.models.diagnose.subjects import EMBEDDED, TINY
 from pasa.first_nonfinite import models_of
 from pasa.ops.attention.spec.diagnostics import FIELDS
-from pasa.prediction import Prediction, predict_overflow
-from pasa.prediction.table import MEANINGS, VERDICTS
+from pasa.prediction import Prediction, StreamPrediction, predict_overflow
+from pasa.prediction.table import MEANINGS, VERDICTS, describe_streams
 
 DELTA = 1e-6  # the paper's
 KAPPA = 1.0  # the paper's, for data like those of the calibration
@@ -49,9 +50,10 @@ def run_predict(
     seq_len: Annotated[int | None, "Positions (default: as many as the model is configured for)."] = None,
     calibrate: Annotated[bool, "Run the model once, and compare the largest score of each head."] = False,
     offset: Annotated[float | None, "Constant to add to the scores of a built-in model (131072)."] = None,
+    streams: Annotated[bool, "Bound residual streams and MLPs, too, which reads all weights."] = False,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Predict which heads of a model can overflow; exit 1 if a calibration finds a head beyond its proven bound.
+    """Predict which heads of a model can overflow; exit 1 if a calibration finds a value beyond its proven bound.
 
     A folder's tensors are read one by one; it is loaded as a model for a calibration alone.
     """
@@ -61,15 +63,19 @@ def run_predict(
     elif offset is not None:
         raise ValueError(f"--offset is for the built-in models, and {model!r} is a folder")
     target = Path(model) if subject is None else subject.model
-    prediction = predict_overflow(target, delta=delta, seq_len=seq_len, progress=progress)
+    prediction = predict_overflow(target, delta=delta, seq_len=seq_len, streams=streams, progress=progress)
     observed: Observed = {}
     peaks: dict[str, float] = {}
+    measured: dict[str, dict[str, Any]] = {}
     if calibrate and subject is not None:
-        with module_peaks(models_of(subject.model)) as peaks:
+        models = models_of(subject.model)
+        with module_peaks(models) as peaks, StreamPeaks(models) as outside:
             observed = observe(subject.model, subject.run)
+        measured = outside.layers
     compared = calibration(prediction, observed) if observed else None
+    bounds = [_with_measured(asdict(each), measured.get(each.layer)) for each in prediction.streams]
     return {
-        "gate": {"passed": compared is None or not compared["beyond_proven"]},
+        "gate": {"passed": not (compared and compared["beyond_proven"]) and not any(map(broken, bounds))},
         "model": model if subject is None else subject.name,
         "fixture": None if subject is None else subject.fixture,
         "settings": prediction.settings,
@@ -77,8 +83,23 @@ def run_predict(
         "calibration": compared,
         "beyond_fp16": beyond_fp16(peaks),
         "skipped": [list(pair) for pair in prediction.skipped],
+        "streams": bounds,
         "records": [asdict(row) | {"observed": observed.get((row.module, row.head))} for row in prediction.rows],
     }
+
+
+def _with_measured(bound: dict[str, Any], measured: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the bounds of a layer with the peaks of a calibration, None without one."""
+    return bound | {f"observed_{part}": measured and measured[part] for part in PARTS}
+
+
+def broken(bound: dict[str, Any]) -> bool:
+    """Return whether a calibration passed a bound on a layer's residual stream or MLP; a stored None is infinite."""
+    return any((bound[f"observed_{part}"] or 0.0) > _number(bound[part]) for part in PARTS)
+
+
+def _number(bound: float | None) -> float:
+    return math.inf if bound is None else bound
 
 
 def observe(model_or_pipeline: Any, run: Callable[[], object]) -> Observed:
@@ -162,7 +183,24 @@ def verdict(result: dict[str, Any]) -> str:
             f"{compared['auto_alpha']:.3g} (kappa {compared['kappa']:g})."
         )
     lines += [f"Not predicted: {name}: {reason}." for name, reason in result["skipped"]]
+    lines += stream_lines(result)
     return " ".join(filter(None, [*lines, advice(result.get("beyond_fp16"))]))
+
+
+def stream_lines(result: dict[str, Any]) -> list[str]:
+    """Return a sentence on residual streams and one on MLPs, or how to ask for them; none of an older result."""
+    if "streams" not in result:
+        return []
+    if not result["streams"]:
+        return ["Residual streams and MLPs are not bounded: add --streams, or measure them with pasa diagnose."]
+    rows = [
+        StreamPrediction(each["layer"], _number(each["residual"]), _number(each["mlp"]), each["verdict"], each["note"])
+        for each in result["streams"]
+    ]
+    lines = [f"{line[0].upper()}{line[1:]}." for line in describe_streams(rows)]
+    if passed := sum(map(broken, result["streams"])):
+        lines.append(f"The calibration passed the bounds of {passed} layers.")
+    return lines
 
 
 def run_paper_tables(progress: output.Report = output.silent) -> dict[str, Any]:

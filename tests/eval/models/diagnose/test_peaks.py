@@ -23,11 +23,11 @@ def test_the_diagnosis_names_the_first_module_and_the_remedy(folder, monkeypatch
     beyond = result["runs"]["own"]["beyond_fp16"]
     assert beyond["module"] == "model.layers.0.mlp.down_proj"
     assert beyond["peak"] > 65504
-    assert "`pasa to-fp16`" in report.verdict(result)
+    assert "`pasa to-fp16 FOLDER OUT`" in report.verdict(result)
     assert "model.layers.0.mlp.down_proj" in report.verdict(result)
     monkeypatch.setattr("pasa.eval.models.diagnose.subjects.build_prompt", lambda *args: torch.arange(3, 40)[None])
     predicted = run_predict(folder, calibrate=True)
-    assert "`pasa to-fp16`" in verdict(predicted)
+    assert "`pasa to-fp16 FOLDER OUT`" in verdict(predicted)
 
 
 def test_a_model_in_range_gets_no_advice():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from io import StringIO
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ import torch
 import transformers as hf
 from rich.console import Console
 
+from pasa.eval.kit.output import to_json
 from pasa.eval.kit.stored import stored
 from pasa.eval.models.predict import run, soundness
 from pasa.prediction import predict_overflow
@@ -128,3 +132,45 @@ def test_shaped_models_keep_within_their_bounds(kind):
     measured = soundness.measure(*soundness.shaped(kind, sizes))
     assert measured["beyond_proven"] == 0
     assert measured["largest_of_proven"] > 0.01
+
+
+def test_streams_are_bounded_on_request(folder):
+    result = run.run_predict(str(folder))
+    assert result["streams"] == []
+    assert "add --streams" in run.verdict(result)
+    result = run.run_predict(str(folder), streams=True)
+    assert [each["layer"] for each in result["streams"]] == ["model.layers.0", "model.layers.1"]
+    assert result["streams"][0]["observed_residual"] is None
+    assert re.search(r"Residual stream: bounded by [\d,]+: safe\. MLP: bounded by [\d,]+: safe\.", run.verdict(result))
+    del result["streams"]
+    assert "esidual" not in run.verdict(result), "an older stored result"
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1e3, False)])
+def test_a_calibration_compares_streams_with_their_bounds(factor, passed, folder, monkeypatch):
+    """The gate fails for weights that were another model's when the bounds were made."""
+    model = hf.LlamaForCausalLM.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def forward():
+        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+        model(input_ids=torch.arange(32)[None])
+
+    subject = SimpleNamespace(model=model, run=forward, name="small", fixture=None)
+    monkeypatch.setattr(run.subjects, "load", lambda *_, **options: subject)
+    result = run.run_predict("small", calibrate=True, streams=True)
+    assert result["gate"]["passed"] == passed
+    first, last = result["streams"]
+    assert 0 < first["observed_residual"] <= first["residual"]
+    assert 0 < last["observed_mlp"] <= last["mlp"]
+    assert (last["observed_residual"] <= last["residual"]) == passed
+    assert ("passed the bounds of 1 layers" in run.verdict(result)) != passed
+
+
+def test_a_stored_result_has_none_in_place_of_an_infinite_bound(folder):
+    result = run.run_predict(str(folder), streams=True)
+    for each in result["streams"]:
+        each |= {"residual": math.inf, "mlp": math.inf, "verdict": "not proven", "observed_residual": 7.0}
+    text = run.verdict(result)
+    assert "bounded by inf, from model.layers.0 on beyond 65504: not proven" in text
+    assert run.verdict(json.loads(to_json(result))) == text
