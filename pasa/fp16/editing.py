@@ -13,6 +13,7 @@ from pasa.fp16.planning import Plan
 from pasa.fp16.tracks import Track
 
 Models = Mapping[str, torch.nn.Module]
+COLLECTING = "_output_capturing_hooks_installed"  # set by transformers in a model that has returned hidden states
 
 
 def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
@@ -36,8 +37,11 @@ def computed_buffers(models: Models) -> set[str]:
 
 
 @contextmanager
-def unwritten(models: Models) -> Iterator[None]:
-    """Let the models write to copies of their buffers inside, so that each run begins with the same state.
+def unchanged(models: Models) -> Iterator[None]:
+    """Let each run inside begin with the same state, and leave none: models write to copies of their buffers.
+
+    Hooks by which transformers collects hidden states go again. They would slow down every later call, and torch.save
+    refuses them.
 
     Raises
     ------
@@ -47,9 +51,18 @@ def unwritten(models: Models) -> Iterator[None]:
     kept = {name: buffer.data for name, buffer in _buffers(models)}
     for name, buffer in _buffers(models):
         buffer.data = kept[name].clone()
+    modules = {module for model in models.values() for module in model.modules()}
+    hooks = {module: {*module._forward_hooks} for module in modules}
+    fresh = [module for module in modules if COLLECTING not in vars(module)]
     try:
         yield
     finally:
+        for module, numbers in hooks.items():
+            for number in module._forward_hooks.keys() - numbers:
+                if module._forward_hooks[number].__module__.startswith("transformers."):
+                    del module._forward_hooks[number]
+        for module in fresh:
+            vars(module).pop(COLLECTING, None)
         for name, buffer in _buffers(models):
             buffer.data = kept.get(name, buffer.data)
     if new := [name for name, _ in _buffers(models) if name not in kept]:
