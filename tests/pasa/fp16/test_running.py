@@ -98,7 +98,7 @@ def test_hidden_states_of_the_sample_leave_no_hooks_behind(model):
     pasa.to_fp16(model, SAMPLE, keep_original="cpu").undo()
     assert not any(module._forward_hooks for module in model.modules())
     with torch.no_grad():
-        states = model(**SAMPLE, output_hidden_states=True).hidden_states
+        states = model(**SAMPLE).hidden_states
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     assert len(states) == len(model.model.layers) + 1
     assert hooks >= len(model.model.layers)
