@@ -38,7 +38,8 @@ def to_fp16(
         A model in FP32, BF16 or FP16, or a pipeline whose models are converted together.
     sample : dict, Tensor or callable, optional
         Arguments to call the model with, or a function of the model that runs it. Peaks are measured on it, so it
-        should be like what the model will see. None takes 256 random token ids, or two steps of a pipeline.
+        should be like what the model will see. None takes up to 256 tokens of a built-in text, random ones where the
+        model's folder holds no tokenizer, or two steps of a pipeline with a built-in prompt.
     margin : float, default 4.0
         Factor between the largest magnitude on the sample, after scaling, and 65504.
     keep_original : "cpu", optional
@@ -57,7 +58,7 @@ def to_fp16(
     OverflowError
         The model is infinite on the sample already in BF16.
     RuntimeError
-        The model is converted already, or its results changed under scaling.
+        The model is converted already, its results changed under scaling, or it does not run in FP16.
     TypeError, ValueError
         The object is no model; the sample does not fit; the margin is below 1.
 
