@@ -173,9 +173,10 @@ class Conversion:
                 'to_fp16: the original was not kept, so undo is not possible: call to_fp16 with keep_original="cpu", '
                 "or load the model again"
             )
-        devices = {name: tensor.device for name, tensor in self._tensors().items()}
-        self.originals = {name: data.to(devices[name]) for name, data in self.originals.items()}
-        self.restore()
+        with running.plain(self.models):
+            devices = {name: tensor.device for name, tensor in self._tensors().items()}
+            self.originals = {name: data.to(devices.get(name, data.device)) for name, data in self.originals.items()}
+            self.restore()
         self._undone = True
         for module in (module for model in self.models.values() for module in model.modules()):
             if hasattr(module, MARK):

@@ -182,6 +182,11 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return function(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # where operators arrive undivided: a linear layer is one
+            with self:
+                parts = function.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = function._schema.name.partition("::")[2]
         first = args[0] if name in VIEWS or name.endswith("_") else None

@@ -316,6 +316,27 @@ def test_folders_that_cannot_be_converted_are_refused_in_one_line(damage, messag
     assert not (tmp_path / "out").exists()
 
 
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, refused):
+    """Story: transformers loads whole files, so the written checkpoint lacked a tensor that the original had."""
+    folder = tmp_path / "model"
+    save("qwen2", folder, max_shard_size="20KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = "model.layers.0.mlp.down_proj.weight"
+    file = index["weight_map"].pop(name)
+    path.write_text(json.dumps(index))
+    assert f"{file!r} holds {name}, which is nowhere by the index" in refused(
+        "to-fp16", str(folder), str(tmp_path / "out")
+    )
+    other = next(each for each in index["weight_map"].values() if each != file)
+    tensors = {**load_file(folder / other), name: torch.zeros(2, 2)}
+    save_file(tensors, folder / other, {"format": "pt"})
+    path.write_text(json.dumps(index | {"weight_map": {**index["weight_map"], name: file}}))
+    message = f"{other!r} holds {name}, which is in {file!r} by the index"
+    assert message in refused("to-fp16", str(folder), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_places_that_cannot_be_written_are_refused_in_one_line(qwen2, tmp_path, refused):
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
