@@ -78,17 +78,18 @@ def to_fp16(
     function can make several calls, for example one with ``input_ids`` and one with ``inputs_embeds``.
     """
     models = components_of(model_or_pipeline, "to_fp16")
-    _check(models, margin, keep_original)
-    run = sampling.runner(model_or_pipeline, sample)
-    conversion = Conversion(models, run, margin)
-    try:
-        conversion.plan_and_convert()
-        conversion.patch = _patched(model_or_pipeline, models, conversion)
-        conversion.run_in_fp16()
-    except BaseException:
-        conversion.restore()
-        raise
-    conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
+    with running.plain(models):
+        _check(models, margin, keep_original)
+        run = sampling.runner(model_or_pipeline, sample)
+        conversion = Conversion(models, run, margin)
+        try:
+            conversion.plan_and_convert()
+            conversion.patch = _patched(model_or_pipeline, models, conversion)
+            conversion.run_in_fp16()
+        except BaseException:
+            conversion.restore()
+            raise
+        conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
     return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 
@@ -138,6 +139,10 @@ def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter) -> Non
     if parameter.is_meta:
         raise NotImplementedError(
             f"to_fp16: {kind}'s {name} has no data (offloaded): load the model without offloading"
+        )
+    if parameter.is_inference():
+        raise NotImplementedError(
+            f"to_fp16: {kind}'s {name} was made in inference mode: load the model outside of torch.inference_mode()"
         )
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
         raise NotImplementedError(

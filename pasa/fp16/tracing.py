@@ -8,7 +8,6 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import rules
-from pasa.fp16.containers import float_leaves, opaque_leaves, replaced
+from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.names import Names
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
@@ -30,8 +29,6 @@ from pasa.fp16.tracks import Constant, Cut, Operation, Track
 
 TRACED = torch.bfloat16
 """The dtype that stands for FP16 in a trace."""
-NESTED = re.compile(r"\[\d+\]\[\d+\]")
-"""Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
 
 class Tracer(TorchDispatchMode):
@@ -196,6 +193,11 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return function(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # where operators arrive undivided: a linear layer is one
+            with self:
+                parts = function.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = function._schema.name.partition("::")[2]
         first = args[0] if name in VIEWS or name.endswith("_") else None
@@ -231,12 +233,10 @@ class Tracer(TorchDispatchMode):
                 continue
             track.producer = len(self.operations) - 1
             if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
-                parts = track.parts(tensor)
                 operation.forms = track.forms or ()
-                operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+                operation.peaks = track.peaks(tensor)
                 if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
-                    finite = [part.masked_fill(part.isinf(), 0) for part in parts]
-                    operation.peaks = torch.stack([part.abs().amax().float() for part in finite])
+                    operation.peaks = track.peaks(tensor, finite=True)
 
     @contextmanager
     def running(self) -> Iterator[Tracer]:
@@ -274,12 +274,11 @@ class Tracer(TorchDispatchMode):
                 self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
                 return views[id(tensor)]
             view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
-            operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
-            if operation.forms:
+            track = self._tracks[view] = Track((inputs[path],), producer=len(self.operations))
+            self.operations.append(Operation("input", name, ()))
+            if view.dtype == TRACED and view.numel():
                 with self._unseen():
-                    operation.peaks = view.abs().amax().float().reshape(1)
-            self.operations.append(operation)
-            self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
+                    self.operations[-1].forms, self.operations[-1].peaks = (inputs[path],), track.peaks(view)
             return view
 
         bound.arguments.update(replaced(dict(bound.arguments), enter))
@@ -342,8 +341,7 @@ class Tracer(TorchDispatchMode):
 
     def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
         """Add the exponent of a module's epilogue to those of its results."""
-        epilogue = self.epilogues[name] or self.equations.unknown(f"results of {name}")
-        self.epilogues[name] = epilogue
+        epilogue = self.epilogues[name] = self.epilogues[name] or self.equations.unknown(f"results of {name}")
         for _, leaf, track in leaves:
             form = self.single(track)
             if form is not None:

@@ -59,6 +59,11 @@ class Track:
             return [tensor]
         return [tensor.transpose(self.dim, -1)[..., slice(*cut)] for cut in self.cuts]
 
+    def peaks(self, tensor: Tensor, *, finite: bool = False) -> Tensor:
+        """Return the largest magnitude of each part of a tensor; infinities are left out if `finite` is True."""
+        parts = [part.masked_fill(part.isinf(), 0) if finite else part for part in self.parts(tensor)]
+        return torch.stack([part.abs().amax().float() for part in parts])
+
 
 @dataclass
 class Operation:
@@ -168,5 +173,5 @@ def keeps_places(track: Track, name: str, args: Any) -> bool:
     if name == "index":
         indices = [index for index in args[1] if index is not None]
         masked = sum(index.ndim - 1 for index in indices if index.dtype in (torch.bool, torch.uint8))
-        return len(args[1]) + masked <= place
+        return bool(len(args[1]) + masked <= place)
     return True

@@ -260,7 +260,8 @@ FP16 = [
         CHECKPOINT,
         "if not name.endswith(IGNORED):",
         "if False:",
-        OF_FOLDERS + "test_folders_that_cannot_be_converted_are_refused_in_one_line[strange-mtp.0.weight]",
+        "tests/eval/models/to_fp16/test_refused_folders.py::"
+        "test_folders_that_cannot_be_converted_are_refused_in_one_line[strange-mtp.0.weight]",
     ),
     mutant(
         "shards of another conversion are kept",
