@@ -31,7 +31,7 @@ HOMOGENEOUS = _names(
     upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa upsample_trilinear3d upsample_linear1d
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d avg_pool1d avg_pool2d
     avg_pool3d max_pool2d_with_indices max_pool3d_with_indices _adaptive_avg_pool2d _adaptive_avg_pool3d sort
-    topk pixel_shuffle pixel_unshuffle im2col col2im linalg_vector_norm take median neg_ abs_ channel_shuffle
+    topk pixel_shuffle pixel_unshuffle im2col col2im take median neg_ abs_ channel_shuffle
     std
     """
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pasa.fp16.exponents import Form, add, multiply
+from pasa.fp16.offsets import offset
 from pasa.fp16.operators import (
     ATTENTION,
     COMPARISONS,
@@ -151,7 +152,7 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     known = [track for track in tracks if track.forms is not None]
     numbers = _numbers(args[1:], {name: value for name, value in kwargs.items() if name != "alpha"})
     if operation.name == "add" and len(tracks) == 1 and tracks[0].parameter and numbers:
-        return tracer.offset(tracks[0], numbers[0])
+        return offset(tracer, tracks[0], numbers[0])
     if len(known) > 1 and len({(track.cuts, track.dim) for track in known if track.cuts}) == 1 and known[0].cuts:
         total = _sum_of_parts(tracer, operation, known)
         if total is not None:
@@ -247,6 +248,12 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
     return _of(None if form is None else multiply(form, degree))
 
 
+def _vector_norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Keep the exponent, but for the norm of degree 0, which counts."""
+    counts = len(args) > 1 and args[1] == 0
+    return (_pinned if counts else _homogeneous)(tracer, operation, args, kwargs)
+
+
 def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, 2))
@@ -313,6 +320,7 @@ SINGLE: dict[str, Callable[[Tracer, Operation, Any, Any], Track]] = {
     "div": _quotient,
     "div_": _quotient,
     "pow": _power,
+    "linalg_vector_norm": _vector_norm,
     "var": _variance,
     "native_layer_norm": _norm,
     "native_group_norm": _norm,

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pasa.fp16 import rules
+from pasa.fp16 import offsets, rules
 from pasa.fp16.containers import float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
@@ -80,6 +80,7 @@ class Tracer(TorchDispatchMode):
         self.stack: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
         self._named: list[Tensor] = []  # keeps their ids from use by others where offloading replaces buffers
+        self.read: set[str] = set()
         self._memory: dict[int, str] = {}
         self.aliased: set[str] = set()
         self._tracks: Any = WeakTensorKeyDictionary()
@@ -170,14 +171,6 @@ class Tracer(TorchDispatchMode):
             self.constants[place] = self.equations.unknown(f"{place.module}.{place.attribute}")
         self.equate(self.constants[place], form, why)
 
-    def offset(self, track: Track, number: float) -> Track:
-        """Return the exponent of a parameter plus a number, as of the ``1 + weight`` in Gemma's norms."""
-        name = track.parameter or ""
-        if name not in self.offsets:
-            self.pin(track, "adds a number to a parameter")
-            self.offsets[name] = self.equations.unknown(f"{name} + {number:g}"), number
-        return Track((self.offsets[name][0],))
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
@@ -198,6 +191,9 @@ class Tracer(TorchDispatchMode):
         operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
+        offsets.note_reads(
+            self, tracks, [self._tracks.get(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        )
         if name not in VIEWS:
             self._record(operation, (args, kwargs), out)
         return out
@@ -222,7 +218,8 @@ class Tracer(TorchDispatchMode):
                 continue
             track.producer = len(self.operations) - 1
             if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
-                parts = [tensor] if track.cuts is None else [tensor[..., slice(*cut)] for cut in track.cuts]
+                last = tensor.transpose(track.dim, -1) if track.cuts else tensor
+                parts = [last[..., slice(*cut)] for cut in track.cuts] if track.cuts else [tensor]
                 operation.forms = track.forms or ()
                 operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
                 if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
@@ -321,6 +318,7 @@ class Tracer(TorchDispatchMode):
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
+            offsets.note_reads(self, [track], [])
             hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
             if track.constant or not hidden:
                 self.pin(track, f"returns {path or 'it'}")

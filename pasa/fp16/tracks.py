@@ -38,6 +38,8 @@ class Track:
         Index of the operation that made it; -1 if none did.
     origin : str or None
         Path of the module that returned it, if it is a constant that a module computes.
+    offset : bool
+        True if it is the sum of a parameter and a number.
     """
 
     forms: tuple[Form, ...] | None
@@ -48,6 +50,7 @@ class Track:
     constant: bool = False
     producer: int = -1
     origin: str | None = None
+    offset: bool = False
 
 
 @dataclass

@@ -79,6 +79,8 @@ PINNED = {
     "memory filled through a view": written_then_filled,
     "a where with a number": lambda w: torch.where(w > 0, w, 5.0),
     "an operator without a rule": lambda w: torch.erfinv(w / 4),
+    "a third root": lambda w: (w * w) ** (1 / 3),
+    "a norm that counts": lambda w: torch.linalg.vector_norm(w, ord=0) * 1,
     "padding by a number": lambda w: nn.functional.pad(w, (1, 1), value=2.0),
 }
 
@@ -94,3 +96,33 @@ def test_homogeneous_operators_have_their_degree(name):
 @pytest.mark.parametrize("name", PINNED)
 def test_what_is_not_homogeneous_keeps_its_operands_unscaled(name):
     assert exponents(PINNED[name]) == [0, 0]
+
+
+def both_ways(weight):
+    return (1.0 + weight) * weight.mean()
+
+
+def with_two_numbers(weight):
+    return (1.0 + weight) * (2.0 + weight)
+
+
+@pytest.mark.parametrize("function", [both_ways, with_two_numbers, lambda w: w * (1.0 + w)])
+def test_a_parameter_with_a_number_added_and_without_stays(function):
+    """Story: the parameter was rewritten for the sum with the number, and read as it then was elsewhere."""
+    model = Model(function)
+    tracer = Tracer({"": model}, {})
+    with tracer.running():
+        model()
+    form, _ = tracer.offsets["weight"]
+    assert not tracer.equations.resolve(form)
+
+
+def test_parts_of_a_fused_product_are_measured_where_they_are():
+    """Story: behind a transposition the parts were cut from the last dimension, which may be too short for them."""
+    model = Model(lambda w: (X.flip(0) @ w.T).T.clone())
+    tracer = Tracer({"": model}, {"weight": (-2, ((0, 1, 1), (1, 4, 1)))})
+    with tracer.running():
+        model()
+    peaks = [each for each in tracer.operations if each.name == "clone"][-1].peaks
+    product = (X.flip(0) @ X.T).T
+    assert peaks.tolist() == [product[:1].abs().max(), product[1:].abs().max()]
