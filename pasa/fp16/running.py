@@ -32,7 +32,7 @@ def plain(models: Models) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        for device in sorted(devices):
+        for device in filter(torch.amp.is_autocast_available, sorted(devices)):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pasa.fp16 import rules
+from pasa.fp16 import offsets, rules
 from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.names import Names
@@ -66,8 +66,8 @@ class Tracer(TorchDispatchMode):
         Operations that add a constant to a tensor, each with the module behind which a factor could follow.
     shown : dict of str to (int, set of Cut)
         Parts of fused parameters that a split or slice shows, with their dimension.
-    aliased : set of str
-        Parameters whose memory was read under another name.
+    read, aliased : set of str
+        Parameters that were read but for sums with a number, and those whose memory was read under another name.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names = Names(models, computed)
+        self.read: set[str] = set()
         self.aliased: set[str] = set()
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
@@ -181,14 +182,6 @@ class Tracer(TorchDispatchMode):
             self.constants[place] = self.equations.unknown(f"{place.module}.{place.attribute}")
         self.equate(self.constants[place], form, why)
 
-    def offset(self, track: Track, number: float) -> Track:
-        """Return the exponent of a parameter plus a number, as of the ``1 + weight`` in Gemma's norms."""
-        name = track.parameter or ""
-        if name not in self.offsets:
-            self.pin(track, "adds a number to a parameter")
-            self.offsets[name] = self.equations.unknown(f"{name} + {number:g}"), number
-        return Track((self.offsets[name][0],))
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
@@ -209,6 +202,9 @@ class Tracer(TorchDispatchMode):
         operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
+        offsets.note_reads(
+            self, tracks, [self._tracks.get(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        )
         if name not in VIEWS:
             self._record(operation, (args, kwargs), out)
         return out
@@ -328,6 +324,7 @@ class Tracer(TorchDispatchMode):
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
+            offsets.note_reads(self, [track], [])
             hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
             if track.constant or not hidden:
                 self.pin(track, f"returns {path or 'it'}")

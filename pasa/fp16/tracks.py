@@ -42,6 +42,8 @@ class Track:
         Index of the operation that made it; -1 if none did.
     origin : str or None
         Path of the module that returned it, if it is a constant that a module computes.
+    offset : bool
+        True if it is the sum of a parameter and a number.
     """
 
     forms: tuple[Form, ...] | None
@@ -52,6 +54,7 @@ class Track:
     constant: bool = False
     producer: int = -1
     origin: str | None = None
+    offset: bool = False
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """Return views of the parts of a tensor that have exponents of their own, or the tensor alone."""

@@ -182,7 +182,9 @@ def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch, capsys):
     assert not (out / "config.json").exists()
     with pytest.raises(FileExistsError, match="another conversion"):
         run_to_fp16(str(qwen2), str(out), margin=64, skip_check=True)
-    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["kept_shards"] == 2
+    first = min(out.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-64])  # a shard that something has cut is written again
+    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["kept_shards"] == 1
     run_to_fp16(str(qwen2), str(tmp_path / "whole"), skip_check=True)
     assert contents(out) == contents(tmp_path / "whole")
 
