@@ -17,7 +17,7 @@ from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
 from pasa.fp16.planning import Plan
 
-HARMLESS = re.compile(
+HARMLESS_NAMES = re.compile(
     r"masks?'\]|past_key_values|cache|position_embeddings|timesteps?'\]|attentions|router_logits|loss"
 )
 """Names of inputs and outputs that are never scaled, or only between two calls of one model."""
@@ -157,7 +157,7 @@ class _Inputs:
 
 def _harmless(path: str) -> bool:
     """Return whether a tensor under this name is never scaled, nor added to a tensor that may be."""
-    return HARMLESS.search(path) is not None
+    return HARMLESS_NAMES.search(path) is not None
 
 
 def has_adapters(module: torch.nn.Module) -> bool:

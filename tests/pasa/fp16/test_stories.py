@@ -1,4 +1,4 @@
-"""What makes whole models hard to scale, one story each: tied heads, post-norms, fused tensors, routers, experts."""
+"""Stories of models that are hard to scale: tied heads, post-norms, fused tensors, routers, experts."""
 
 import pytest
 import torch

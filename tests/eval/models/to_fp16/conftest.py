@@ -1,4 +1,4 @@
-"""What the tests of `pasa to-fp16` share."""
+"""A fixture for the tests of `pasa to-fp16`."""
 
 import pytest
 
