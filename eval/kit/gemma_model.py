@@ -36,6 +36,8 @@ FIELDS = {
     "context_length": "max_position_embeddings",
 }
 """Metadata of a GGUF file, below ``gemma3.``, and the fields of `Gemma3TextConfig` that they are."""
+TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+"""Fields of `Gemma3TextConfig`, and the tokens that they are in the metadata below ``tokenizer.ggml.``."""
 LOCAL_ROPE_BASE = 10000.0  # of the sliding layers; the file has the base of the other layers alone
 
 logger = logging.getLogger("pasa.eval.kit.gemma_model")
@@ -130,6 +132,3 @@ def _config(reader: Any, vocabulary: int) -> Any:
         rope_parameters={kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         **{name: reader.fields[f"tokenizer.ggml.{key}_token_id"].contents() for name, key in TOKENS.items()},
     )
-
-
-TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}

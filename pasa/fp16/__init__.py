@@ -38,7 +38,8 @@ def to_fp16(
         A model in FP32, BF16 or FP16, or a pipeline whose models are converted together.
     sample : dict, Tensor or callable, optional
         Arguments to call the model with, or a function of the model that runs it. Peaks are measured on it, so it
-        should be like what the model will see. None takes 256 random token ids, or two steps of a pipeline.
+        should be like what the model will see. None takes up to 256 tokens of a built-in text, random ones where the
+        model's folder holds no tokenizer, or two steps of a pipeline with a built-in prompt.
     margin : float, default 4.0
         Factor between the largest magnitude on the sample, after scaling, and 65504.
     keep_original : "cpu", optional
@@ -57,7 +58,7 @@ def to_fp16(
     OverflowError
         The model is infinite on the sample already in BF16.
     RuntimeError
-        The model is converted already, or its results changed under scaling.
+        The model is converted already, its results changed under scaling, or it does not run in FP16.
     TypeError, ValueError
         The object is no model; the sample does not fit; the margin is below 1.
 
@@ -77,17 +78,18 @@ def to_fp16(
     function can make several calls, for example one with ``input_ids`` and one with ``inputs_embeds``.
     """
     models = components_of(model_or_pipeline, "to_fp16")
-    _check(models, margin, keep_original)
-    run = sampling.runner(model_or_pipeline, sample)
-    conversion = Conversion(models, run, margin)
-    try:
-        conversion.plan_and_convert()
-        conversion.patch = _patched(model_or_pipeline, models, conversion)
-        conversion.run_in_fp16()
-    except BaseException:
-        conversion.restore()
-        raise
-    conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
+    with running.plain(models):
+        _check(models, margin, keep_original)
+        run = sampling.runner(model_or_pipeline, sample)
+        conversion = Conversion(models, run, margin)
+        try:
+            conversion.plan_and_convert()
+            conversion.patch = _patched(model_or_pipeline, models, conversion)
+            conversion.run_in_fp16()
+        except BaseException:
+            conversion.restore()
+            raise
+        conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
     return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 
@@ -137,6 +139,10 @@ def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter) -> Non
     if parameter.is_meta:
         raise NotImplementedError(
             f"to_fp16: {kind}'s {name} has no data (offloaded): load the model without offloading"
+        )
+    if parameter.is_inference():
+        raise NotImplementedError(
+            f"to_fp16: {kind}'s {name} was made in inference mode: load the model outside of torch.inference_mode()"
         )
     if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
         raise NotImplementedError(

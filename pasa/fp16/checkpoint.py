@@ -228,6 +228,7 @@ def open_source(folder: Path) -> Checkpoint:
     if (folder / "model_index.json").is_file():
         raise NotImplementedError(f"to-fp16: {str(folder)!r} holds a pipeline: load it and call pasa.to_fp16")
     source = Checkpoint(folder)
+    source.check_index()
     method = (source.config.get("quantization_config") or {}).get("quant_method")
     old = "gptq" if (folder / "quantize_config.json").is_file() else None
     part = next((name for name in sorted(source.names) if name.rpartition(".")[2] in QUANTISED), None)

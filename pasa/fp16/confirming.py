@@ -24,9 +24,9 @@ def confirm(plan: Plan, tracer: Tracer, scaled: Tracer) -> None:
         )
     tolerance = OFFSET_TOLERANCE if plan.offsets else 0.0
     before, after = _by_place(plan.peaks), _by_place(peaks_of(scaled, 1.0))
-    for place, peak in before.items():
+    for run, peak in before.items():
         expected = math.ldexp(peak.value, -plan.exponent(peak.form))
-        measured = after[place].value if place in after else math.nan
+        measured = after[run].value if run in after else math.nan
         if not abs(measured - expected) <= tolerance * expected:
             raise RuntimeError(
                 f"to_fp16: {peak.module or 'the model'} ({peak.operation}) does not follow the powers of two: "

@@ -5,11 +5,15 @@ The outputs of transformers and diffusers are dicts. torch's own functions give 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+NESTED = re.compile(r"\[\d+\]\[\d+\]")
+"""Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
 
 def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:

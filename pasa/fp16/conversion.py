@@ -88,7 +88,7 @@ class Conversion:
                 epilogues[name] = running.Epilogue()
                 self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
-        peaks = {name: editing.peaks(self.originals[name], track) for name, track in tracer.parameters.items()}
+        peaks = {name: track.peaks(self.originals[name]).tolist() for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
         self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
@@ -174,9 +174,10 @@ class Conversion:
                 'to_fp16: the original was not kept, so undo is not possible: call to_fp16 with keep_original="cpu", '
                 "or load the model again"
             )
-        devices = {name: tensor.device for name, tensor in self._tensors().items()}
-        self.originals = {name: data.to(devices[name]) for name, data in self.originals.items()}
-        self.restore()
+        with running.plain(self.models):
+            devices = {name: tensor.device for name, tensor in self._tensors().items()}
+            self.originals = {name: data.to(devices.get(name, data.device)) for name, data in self.originals.items()}
+            self.restore()
         self._undone = True
         for module in (module for model in self.models.values() for module in model.modules()):
             if hasattr(module, MARK):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pasa.fp16.paths import join
 from pasa.fp16.planning import Plan
-from pasa.fp16.tracks import Track
 
 Models = Mapping[str, torch.nn.Module]
 COLLECTING = "_output_capturing_hooks_installed"  # set by transformers in a model that has returned hidden states
@@ -103,11 +102,6 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
         part = result if cut is None else result.transpose(dim, -1)[..., slice(*cut)]
         part.mul_(2.0**-power)
     return result
-
-
-def peaks(tensor: Tensor, track: Track) -> list[float]:
-    """Return the largest magnitude of a parameter, part by part."""
-    return [float(part.abs().max()) if part.numel() else 0.0 for part in track.parts(tensor)]
 
 
 def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:

@@ -15,7 +15,7 @@ from pasa.fp16.planning import Plan
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant
 
-HARMLESS = (
+HARMLESS_MODULES = (
     torch.nn.ModuleList,
     torch.nn.ModuleDict,
     torch.nn.Identity,
@@ -177,7 +177,7 @@ def _unreached_without_parameters(tracer: Tracer) -> list[str]:
         name
         for module, name in tracer.modules.items()
         if DIGITS.sub(".N", name) not in reached
-        and not isinstance(module, HARMLESS)
+        and not isinstance(module, HARMLESS_MODULES)
         and next(module.parameters(), None) is None
     ]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pasa.fp16.exponents import Form, add, multiply
+from pasa.fp16.offsets import offset
 from pasa.fp16.operators import (
     ATTENTION,
     COMPARISONS,
@@ -149,7 +150,7 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     known = [track for track in tracks if track.forms is not None]
     numbers = _added_numbers(operation.name, args, kwargs)
     if operation.name == "add" and len(tracks) == 1 and tracks[0].parameter and numbers:
-        return tracer.offset(tracks[0], numbers[0])
+        return offset(tracer, tracks[0], numbers[0])
     partitions = {(track.cuts, track.dim) for track in known}
     if len(known) > 1 and known[0].cuts and len(partitions) == 1 and operation.name not in ("cat", "stack"):
         return _sum_of_parts(tracer, operation, known)
@@ -251,15 +252,15 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
     return _of(None if form is None else multiply(form, degree))
 
 
+def _vector_norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    """Keep the exponent, but for the norm of degree 0, which counts."""
+    counts = len(args) > 1 and args[1] == 0
+    return (_pinned if counts else _homogeneous)(tracer, operation, args, kwargs)
+
+
 def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     form = tracer.single(tracer.track(args[0]))
     return _of(None if form is None else multiply(form, 2))
-
-
-def _vector_norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Keep the exponent; the norm of order 0 counts elements, so it has none."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return _sum(tracer, operation, args[:1], {}) if order else Track(({},))
 
 
 def _norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:

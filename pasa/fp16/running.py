@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pasa.fp16.containers import float_leaves, replaced
+from pasa.fp16.containers import NESTED, float_leaves, replaced
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
 from pasa.fp16.planning import Plan
-from pasa.fp16.tracing import NESTED
 
-HARMLESS = re.compile(
+HARMLESS_NAMES = re.compile(
     r"masks?'\]|past_key_values|cache|position_embeddings|timesteps?'\]|attentions|router_logits|loss"
 )
 """Names of inputs and outputs that are never scaled, or only between two calls of one model."""
 CACHES = re.compile("past_key_values|cache")
 """Those among them that hold what an earlier call has returned."""
+
+
+@contextmanager
+def plain(models: Models) -> Iterator[None]:
+    """Leave inference mode and autocast inside: they would make parameters that cannot be used elsewhere, and casts."""
+    devices = {parameter.device.type for model in models.values() for parameter in model.parameters()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in filter(torch.amp.is_autocast_available, sorted(devices)):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def hook_entries(
@@ -145,7 +157,7 @@ class _Inputs:
 
 def _harmless(path: str) -> bool:
     """Return whether a tensor under this name is never scaled, nor added to a tensor that may be."""
-    return HARMLESS.search(path) is not None
+    return HARMLESS_NAMES.search(path) is not None
 
 
 def has_adapters(module: torch.nn.Module) -> bool:

@@ -8,7 +8,6 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pasa.fp16 import rules
-from pasa.fp16.containers import float_leaves, opaque_leaves, replaced
+from pasa.fp16 import offsets, rules
+from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.names import Names
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
@@ -30,8 +29,6 @@ from pasa.fp16.tracks import Constant, Cut, Operation, Track
 
 TRACED = torch.bfloat16
 """The dtype that stands for FP16 in a trace."""
-NESTED = re.compile(r"\[\d+\]\[\d+\]")
-"""Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
 
 class Tracer(TorchDispatchMode):
@@ -69,8 +66,8 @@ class Tracer(TorchDispatchMode):
         Operations that add a constant to a tensor, each with the module behind which a factor could follow.
     shown : dict of str to (int, set of Cut)
         Parts of fused parameters that a split or slice shows, with their dimension.
-    aliased : set of str
-        Parameters whose memory was read under another name.
+    read, aliased : set of str
+        Parameters that were read but for sums with a number, and those whose memory was read under another name.
     """
 
     def __init__(
@@ -102,6 +99,7 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names = Names(models, computed)
+        self.read: set[str] = set()
         self.aliased: set[str] = set()
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
@@ -184,18 +182,15 @@ class Tracer(TorchDispatchMode):
             self.constants[place] = self.equations.unknown(f"{place.module}.{place.attribute}")
         self.equate(self.constants[place], form, why)
 
-    def offset(self, track: Track, number: float) -> Track:
-        """Return the exponent of a parameter plus a number, as of the ``1 + weight`` in Gemma's norms."""
-        name = track.parameter or ""
-        if name not in self.offsets:
-            self.pin(track, "adds a number to a parameter")
-            self.offsets[name] = self.equations.unknown(f"{name} + {number:g}"), number
-        return Track((self.offsets[name][0],))
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
             return function(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # where operators arrive undivided: a linear layer is one
+            with self:
+                parts = function.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = function._schema.name.partition("::")[2]
         first = args[0] if name in VIEWS or name.endswith("_") else None
@@ -207,6 +202,9 @@ class Tracer(TorchDispatchMode):
         operation = Operation(name, self.module, tuple({track.producer for track in tracks} - {-1}))
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
+        offsets.note_reads(
+            self, tracks, [self._tracks.get(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        )
         if name not in VIEWS:
             self._record(operation, (args, kwargs), out)
         return out
@@ -231,12 +229,10 @@ class Tracer(TorchDispatchMode):
                 continue
             track.producer = len(self.operations) - 1
             if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
-                parts = track.parts(tensor)
                 operation.forms = track.forms or ()
-                operation.peaks = torch.stack([part.abs().amax().float() for part in parts])
+                operation.peaks = track.peaks(tensor)
                 if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
-                    finite = [part.masked_fill(part.isinf(), 0) for part in parts]
-                    operation.peaks = torch.stack([part.abs().amax().float() for part in finite])
+                    operation.peaks = track.peaks(tensor, finite=True)
 
     @contextmanager
     def running(self) -> Iterator[Tracer]:
@@ -274,12 +270,11 @@ class Tracer(TorchDispatchMode):
                 self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
                 return views[id(tensor)]
             view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
-            operation = Operation("input", name, (), (inputs[path],) if view.dtype == TRACED and view.numel() else ())
-            if operation.forms:
+            track = self._tracks[view] = Track((inputs[path],), producer=len(self.operations))
+            self.operations.append(Operation("input", name, ()))
+            if view.dtype == TRACED and view.numel():
                 with self._unseen():
-                    operation.peaks = view.abs().amax().float().reshape(1)
-            self.operations.append(operation)
-            self._tracks[view] = Track((inputs[path],), producer=len(self.operations) - 1)
+                    self.operations[-1].forms, self.operations[-1].peaks = (inputs[path],), track.peaks(view)
             return view
 
         bound.arguments.update(replaced(dict(bound.arguments), enter))
@@ -329,6 +324,7 @@ class Tracer(TorchDispatchMode):
         def leave(path: str, tensor: Tensor) -> Tensor:
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
+            offsets.note_reads(self, [track], [])
             hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
             if track.constant or not hidden:
                 self.pin(track, f"returns {path or 'it'}")
@@ -342,8 +338,7 @@ class Tracer(TorchDispatchMode):
 
     def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
         """Add the exponent of a module's epilogue to those of its results."""
-        epilogue = self.epilogues[name] or self.equations.unknown(f"results of {name}")
-        self.epilogues[name] = epilogue
+        epilogue = self.epilogues[name] = self.epilogues[name] or self.equations.unknown(f"results of {name}")
         for _, leaf, track in leaves:
             form = self.single(track)
             if form is not None:

@@ -42,6 +42,8 @@ class Track:
         Index of the operation that made it; -1 if none did.
     origin : str or None
         Path of the module that returned it, if it is a constant that a module computes.
+    offset : bool
+        True if it is the sum of a parameter and a number.
     """
 
     forms: tuple[Form, ...] | None
@@ -52,12 +54,18 @@ class Track:
     constant: bool = False
     producer: int = -1
     origin: str | None = None
+    offset: bool = False
 
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """Return views of the parts of a tensor that have exponents of their own, or the tensor alone."""
         if self.cuts is None:
             return [tensor]
         return [tensor.transpose(self.dim, -1)[..., slice(*cut)] for cut in self.cuts]
+
+    def peaks(self, tensor: Tensor, *, finite: bool = False) -> Tensor:
+        """Return the largest magnitude of each part of a tensor; infinities are left out if `finite` is True."""
+        parts = [part.masked_fill(part.isinf(), 0) if finite else part for part in self.parts(tensor)]
+        return torch.stack([part.abs().amax().float() for part in parts])
 
 
 @dataclass
@@ -168,5 +176,5 @@ def keeps_places(track: Track, name: str, args: Any) -> bool:
     if name == "index":
         indices = [index for index in args[1] if index is not None]
         masked = sum(index.ndim - 1 for index in indices if index.dtype in (torch.bool, torch.uint8))
-        return len(args[1]) + masked <= place
+        return bool(len(args[1]) + masked <= place)
     return True

@@ -118,7 +118,7 @@ class Writer:
         """
         kept = total = 0
         for shard in self.shards:
-            if (self.out / shard).is_file():
+            if self._is_whole(shard):
                 kept += 1
             else:
                 self._write_shard(shard)
@@ -130,11 +130,26 @@ class Writer:
         self._put_json(MANIFEST, {"complete": True, "settings": self.settings, **details})
         return kept
 
+    def _names(self, shard: str) -> list[str]:
+        return sorted(name for name, file in self.source.files.items() if file == shard)
+
+    def _is_whole(self, shard: str) -> bool:
+        """Return whether an earlier run has written a shard, and nothing has cut it since."""
+        from safetensors import SafetensorError, safe_open
+
+        if not (self.out / shard).is_file():
+            return False
+        try:
+            with safe_open(str(self.out / shard), framework="pt") as file:
+                return sorted(file.keys()) == self._names(shard)
+        except SafetensorError:
+            return False
+
     def _write_shard(self, shard: str) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        names = sorted(name for name, file in self.source.files.items() if file == shard)
+        names = self._names(shard)
         tensors = {name: self.powers.apply(name, self.source.get(name)).contiguous() for name in names}
 
         def save(place: Path) -> None:

@@ -133,6 +133,24 @@ class Checkpoint:
                 raise ValueError(f"{self.label!r}: its index names {file!r}, which is not a file of the folder")
         return files
 
+    def check_index(self) -> None:
+        """Check that the files hold no tensor but those that the index names, each in the file that it names.
+
+        Raises
+        ------
+        ValueError
+            A loader that reads whole files would load a tensor that the index does not name there.
+        """
+        for file in sorted(set(self.files.values())):
+            first = min(name for name, place in self.files.items() if place == file)
+            with self._open(first) as opened:
+                for name in sorted(opened.keys()):
+                    if self.files.get(name) != file:
+                        place = f"in {self.files[name]!r}" if name in self.files else "nowhere"
+                        raise ValueError(
+                            f"{self.label!r}: {file!r} holds {name}, which is {place} by the index: load both again"
+                        )
+
     def get(self, name: str) -> Tensor:
         """Read one tensor from its file."""
         with self._open(name) as file:

@@ -8,10 +8,27 @@ EXPONENTS = "pasa/fp16/exponents.py"
 PLANNING = "pasa/fp16/planning.py"
 EDITING = "pasa/fp16/editing.py"
 CONVERSION = "pasa/fp16/conversion.py"
+CONFIRMING = "pasa/fp16/confirming.py"
+TRACKS = "pasa/fp16/tracks.py"
+PATHS = "pasa/fp16/paths.py"
+GUARDS = "pasa/fp16/guards.py"
+RUNNING = "pasa/fp16/running.py"
+COUNTING = "pasa/fp16/counting.py"
+LOGITS = "pasa/fp16/logits.py"
+EPSILONS = "pasa/fp16/epsilons.py"
+CHECKPOINT = "pasa/fp16/checkpoint.py"
+WRITING = "pasa/fp16/writing.py"
 
 OF_RULES = "tests/pasa/fp16/test_rules.py::"
 OF_MODELS = "tests/pasa/fp16/test_to_fp16.py::"
 OF_FAMILIES = "tests/pasa/fp16/test_families.py::"
+OF_EPSILONS = "tests/pasa/fp16/test_epsilons.py::"
+OF_STORIES = "tests/pasa/fp16/test_stories.py::"
+OF_DIFFUSION = "tests/pasa/fp16/test_diffusion_stories.py::"
+OF_ODD_MODELS = "tests/pasa/fp16/test_odd_models.py::"
+OF_CALLS = "tests/pasa/fp16/test_calls.py::"
+OF_RUNNING = "tests/pasa/fp16/test_running.py::"
+OF_FOLDERS = "tests/eval/models/to_fp16/test_to_fp16_folder.py::"
 
 FP16 = [
     mutant(
@@ -76,5 +93,181 @@ FP16 = [
         "editing.scale_constants(self.models, self.plan, back=True)",
         "pass",
         OF_MODELS + "test_undo_restores_every_bit[qwen2]",
+    ),
+    mutant(
+        "a quotient that is rounded keeps its exponent",
+        RULES,
+        'if kwargs.get("rounding_mode"):',
+        "if False:",
+        OF_RULES + "test_what_is_not_homogeneous_keeps_its_operands_unscaled[a rounded quotient]",
+    ),
+    mutant(
+        "an index that reorders columns keeps their parts",
+        RULES,
+        "if not keeps_places(track, operation.name, args):",
+        "if False:",
+        OF_RULES + "test_a_view_has_the_parts_of_a_fused_tensor_only_where_they_stay_in_their_places",
+    ),
+    mutant(
+        "parts of rows are looked for among columns",
+        TRACKS,
+        "tensor.transpose(self.dim, -1)[..., slice(*cut)]",
+        "tensor[..., slice(*cut)]",
+        OF_STORIES + "test_gathered_weights_keep_their_parts",
+    ),
+    mutant(
+        "a module whose path begins like another's lies within that",
+        PATHS,
+        'path.startswith(f"{outer}.")',
+        "path.startswith(outer)",
+        "tests/pasa/fp16/test_paths.py::test_a_path_lies_within_a_module_only_behind_a_dot[layers.1-layers.10-False]",
+    ),
+    mutant(
+        "of two epsilons of one value the first is scaled",
+        TRACING,
+        "if len(names) != 1:",
+        "if not names:",
+        OF_EPSILONS + "test_of_two_epsilons_of_one_value_none_is_scaled",
+    ),
+    mutant(
+        "a factor behind a module that adds constants is forgotten",
+        TRACING,
+        "self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)",
+        "self._tracks[leaf] = Track((form,), producer=track.producer)",
+        OF_STORIES + "test_experts_whose_siblings_are_scaled_behind_them_are_refused",
+    ),
+    mutant(
+        "a square root takes an odd power",
+        PLANNING,
+        "steps[unknown] = math.lcm(steps.get(unknown, 1), coefficient.denominator)",
+        "pass",
+        OF_EPSILONS + "test_what_a_square_root_reads_takes_an_even_power",
+    ),
+    mutant(
+        "an epsilon that the norm does not read is not noticed",
+        CONFIRMING,
+        "plan.constants.keys() & (tracer.constants.keys() - scaled.constants.keys())",
+        "()",
+        OF_EPSILONS + "test_an_epsilon_that_is_not_read_anew_is_refused",
+    ),
+    mutant(
+        "peaks that do not follow are not noticed",
+        CONFIRMING,
+        "if not abs(measured - expected) <= tolerance * expected:",
+        "if False:",
+        OF_EPSILONS + "test_a_model_that_branches_on_its_values_does_not_follow_the_powers_of_two",
+    ),
+    mutant(
+        "a pipeline converts the scaled autoencoder to FP32",
+        CONVERSION,
+        "model.register_to_config(force_upcast=value)",
+        "pass",
+        OF_DIFFUSION + "test_pipelines_no_longer_convert_a_scaled_autoencoder_to_fp32",
+    ),
+    mutant(
+        "a parameter that the sample did not read is kept unscaled",
+        CONVERSION,
+        "torch.full_like(data, math.nan, dtype=torch.float16)",
+        "data.half()",
+        OF_ODD_MODELS + "test_a_parameter_that_the_sample_did_not_read_gives_no_wrong_number",
+    ),
+    mutant(
+        "the sample changes buffers",
+        EDITING,
+        "buffer.data = kept[name].clone()",
+        "buffer.data = kept[name]",
+        OF_ODD_MODELS + "test_state_that_a_forward_pass_writes_is_not_that_of_the_sample",
+    ),
+    mutant(
+        "a layer of a scaled model may be called on its own",
+        GUARDS,
+        "if self.entered.idle and not torch.compiler.is_compiling():",
+        "if False:",
+        OF_CALLS + "test_a_module_within_a_scaled_model_refuses_calls_on_its_own[model.layers.1]",
+    ),
+    mutant(
+        "an interrupted call counts as running",
+        GUARDS,
+        "while running and not (running[-1] != name and contains(running[-1], name)):",
+        "while False:",
+        OF_CALLS + "test_an_interrupted_call_leaves_nothing_behind",
+    ),
+    mutant(
+        "a sibling's powers are copied without the factor behind it",
+        GUARDS,
+        "alike and not followed and",
+        "alike and",
+        OF_STORIES + "test_experts_whose_siblings_are_scaled_behind_them_are_refused",
+    ),
+    mutant(
+        "inputs are not scaled",
+        RUNNING,
+        "leaf = leaf * 2.0**-power if power else leaf",
+        "leaf = leaf",
+        OF_CALLS + "test_embeddings_of_the_original_model_are_scaled_where_they_enter[dtype0-qwen2]",
+    ),
+    mutant(
+        "hidden states leave the model scaled",
+        RUNNING,
+        "return leaf.float() * 2.0**power if power else leaf",
+        "return leaf",
+        OF_STORIES + "test_hidden_states_that_leave_a_model_are_true[qwen2]",
+    ),
+    mutant(
+        "an input that the sample did not hold is taken",
+        RUNNING,
+        "if leaf not in self.known and not harmless:",
+        "if False:",
+        OF_CALLS + "test_embeddings_that_the_sample_did_not_hold_are_refused",
+    ),
+    mutant(
+        "NaN is not counted",
+        COUNTING,
+        "~(self.latest <= self.limits)",
+        "self.latest > self.limits",
+        OF_RUNNING + "test_an_infinity_is_seen_in_the_forward_pass_that_returns_it",
+    ),
+    mutant(
+        "values are compared with the margin in the wrong forward passes",
+        COUNTING,
+        "self._calls[name] % EVERY == 1",
+        "self._calls[name] % EVERY == 0",
+        OF_RUNNING + "test_a_value_beyond_the_margin_is_counted_and_reported_once",
+    ),
+    mutant(
+        "logits in FP32 lose their bias",
+        LOGITS,
+        "result = product if bias is None else product + bias.float()",
+        "result = product",
+        "tests/pasa/fp16/test_logits.py::test_near_logits_stay_apart",
+    ),
+    mutant(
+        "epsilons of one entry of config.json get powers of their own",
+        EPSILONS,
+        "tracer.equations.equate(tracer.constants[place], other, f\"{'.'.join(entry)} of config.json is one number\")",
+        "pass",
+        OF_FOLDERS + "test_a_written_checkpoint_computes_the_same_and_stays_finite[gemma3]",
+    ),
+    mutant(
+        "a written weight is scaled without the number that the model adds",
+        CHECKPOINT,
+        "return ((tensor.double() + number) * factor.double() - number).float()",
+        "return (tensor.double() * factor.double()).float()",
+        OF_FOLDERS + "test_a_written_checkpoint_computes_the_same_and_stays_finite[gemma3]",
+    ),
+    mutant(
+        "tensors that the model does not load are copied",
+        CHECKPOINT,
+        "if not name.endswith(IGNORED):",
+        "if False:",
+        "tests/eval/models/to_fp16/test_refused_folders.py::"
+        "test_folders_that_cannot_be_converted_are_refused_in_one_line[strange-mtp.0.weight]",
+    ),
+    mutant(
+        "shards of another conversion are kept",
+        WRITING,
+        'same = not before.get("complete") and before.get("settings") == self.settings',
+        'same = not before.get("complete")',
+        OF_FOLDERS + "test_an_interrupted_run_goes_on",
     ),
 ]

@@ -29,6 +29,8 @@ TOKENS = 1024
 """Most tokens of the sample that a model is run on."""
 AGREEING = 0.9
 """Least share of the sample's places at which the written checkpoint has the original's best token; 0.995 is usual."""
+SHOWN = 20
+"""Modules in the table, those with the largest peaks."""
 Run = dict[str, Any]
 
 
@@ -187,10 +189,6 @@ def report(result: Run) -> list[Table | str]:
     shown = worst[:SHOWN]
     title = f"{result['model']}: the {len(shown)} largest of {len(worst)} modules that are scaled or near 65504"
     return [Table.of(title, shown, columns, "", wraps="module"), verdict(result)]
-
-
-SHOWN = 20
-"""Modules in the table."""
 
 
 def verdict(result: Run) -> str:

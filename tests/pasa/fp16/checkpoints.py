@@ -99,3 +99,8 @@ def save(family: str, folder: Path, **options: Any) -> Any:
     model.save_pretrained(folder, **options)
     tokenizer().save_pretrained(folder)
     return model
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file of a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

@@ -167,3 +167,34 @@ def test_ids_and_embeddings_of_the_model_itself(family):
         results = model(IDS, use_cache=False).logits, model(inputs_embeds=embeddings, use_cache=False).logits
     for result in results:
         torch.testing.assert_close(result.float(), truth, rtol=0, atol=5e-3 * truth.abs().max().item())
+
+
+def test_inference_mode_around_the_sample_or_the_conversion():
+    """Story: operators arrive undivided there, so that a linear layer had no rule and the model was refused."""
+
+    def sample(each):
+        with torch.inference_mode():
+            return each(IDS)
+
+    model = large("qwen2")
+    truth = model(IDS).logits.detach()
+    handle = pasa.to_fp16(model, sample, keep_original="cpu")
+    torch.testing.assert_close(model(IDS).logits, truth, rtol=0, atol=5e-3 * truth.abs().max().item())
+    with torch.inference_mode():
+        handle.undo()
+        pasa.to_fp16(model, {"input_ids": IDS}, keep_original="cpu").undo()
+    model(IDS).logits.sum().backward()
+    with torch.inference_mode():
+        other = large("qwen2")
+    with pytest.raises(NotImplementedError, match=r"made in inference mode: load the model outside"):
+        pasa.to_fp16(other, sample)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_around_the_conversion(dtype):
+    """Story: the trace then ran in FP16, in which nothing was measured, and the model stayed infinite."""
+    model = large("qwen2")
+    truth = model(IDS).logits.detach()
+    with torch.autocast("cpu", dtype):
+        pasa.to_fp16(model, {"input_ids": IDS})
+    torch.testing.assert_close(model(IDS).logits, truth, rtol=0, atol=5e-3 * truth.abs().max().item())

@@ -1,4 +1,4 @@
-"""Epsilons of norms: a scaled one must be the number that the norm adds, and no other."""
+"""Epsilons of norms, and what a scaled model is checked for: it must compute what the original does."""
 
 import pytest
 import torch
@@ -105,3 +105,21 @@ def test_what_a_square_root_reads_takes_an_even_power(factor):
     handle = pasa.to_fp16(model, x)
     assert {each.power % 2 for each in handle.report().modules} == {0}
     assert difference(model, x, truth) < 5e-2
+
+
+class Clipped(nn.Module):
+    """Halves its operand as long as that is large; NumPy hides the comparison from a trace."""
+
+    def forward(self, x):
+        while x.abs().max().float().numpy() > 1e5:
+            x = x / 2
+        return x
+
+
+@torch.no_grad()
+def test_a_model_that_branches_on_its_values_does_not_follow_the_powers_of_two():
+    model, x = build(nn.Sequential(Clipped(), Norm()))
+    before = model[0].weight.clone()
+    with pytest.raises(RuntimeError, match=r"does not follow the powers of two: .* instead of"):
+        pasa.to_fp16(model, x)
+    assert torch.equal(model[0].weight, before)

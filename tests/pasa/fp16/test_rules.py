@@ -65,7 +65,6 @@ HOMOGENEOUS = {
     "maximum with 0": (lambda w: w.clamp(min=0), 1),
     "mask by infinity": (lambda w: w.masked_fill(w > 0, float("-inf")), 1),
     "rotation of pairs": (lambda w: torch.view_as_real(torch.view_as_complex(w.float().reshape(4, 3, 2))), 1),
-    "norm of order 0": (lambda w: torch.linalg.vector_norm(w, 0), 0),
     "sorting": (lambda w: w.sort().values, 1),
     "a where with zeros": (lambda w: torch.where(w > 0, w, 0.0), 1),
 }
@@ -79,9 +78,10 @@ PINNED = {
     "whole numbers": lambda w: w + w.to(torch.int32),
     "memory filled through a view": written_then_filled,
     "a where with a number": lambda w: torch.where(w > 0, w, 5.0),
-    "a cube root": lambda w: w.abs() ** (1 / 3),
     "a rounded quotient": lambda w: torch.div(w, 3.0, rounding_mode="floor"),
     "an operator without a rule": lambda w: torch.erfinv(w / 4),
+    "a third root": lambda w: (w * w) ** (1 / 3),
+    "a norm that counts": lambda w: torch.linalg.vector_norm(w, ord=0) * 1,
     "padding by a number": lambda w: nn.functional.pad(w, (1, 1), value=2.0),
 }
 
@@ -137,3 +137,33 @@ def test_the_last_part_of_a_split_may_be_smaller(width, shown):
     with tracer.running():
         model()
     assert tracer.shown["weight"][1] == shown
+
+
+def both_ways(weight):
+    return (1.0 + weight) * weight.mean()
+
+
+def with_two_numbers(weight):
+    return (1.0 + weight) * (2.0 + weight)
+
+
+@pytest.mark.parametrize("function", [both_ways, with_two_numbers, lambda w: w * (1.0 + w)])
+def test_a_parameter_with_a_number_added_and_without_stays(function):
+    """Story: the parameter was rewritten for the sum with the number, and read as it then was elsewhere."""
+    model = Model(function)
+    tracer = Tracer({"": model}, {})
+    with tracer.running():
+        model()
+    form, _ = tracer.offsets["weight"]
+    assert not tracer.equations.resolve(form)
+
+
+def test_parts_of_a_fused_product_are_measured_where_they_are():
+    """Story: behind a transposition the parts were cut from the last dimension, which may be too short for them."""
+    model = Model(lambda w: (X.flip(0) @ w.T).T.clone())
+    tracer = Tracer({"": model}, {"weight": (-2, ((0, 1, 1), (1, 4, 1)))})
+    with tracer.running():
+        model()
+    peaks = [each for each in tracer.operations if each.name == "clone"][-1].peaks
+    product = (X.flip(0) @ X.T).T
+    assert peaks.tolist() == [product[:1].abs().max(), product[1:].abs().max()]

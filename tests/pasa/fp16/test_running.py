@@ -49,9 +49,9 @@ def test_a_value_beyond_the_margin_is_counted_and_reported_once(model):
     grow(model, 3.9)
     for _ in range(EVERY - 1):
         assert messages(lambda: run(model)) == []
-    told = messages(lambda: [run(model) for _ in range(2 * EVERY)])
-    assert any("model.layers.1 " in text and "times the planned 65504 / 4" in text for text in told)
-    assert len(told) == len(set(told))
+    texts = messages(lambda: [run(model) for _ in range(2 * EVERY)])
+    assert any("model.layers.1 " in text and "times the planned 65504 / 4" in text for text in texts)
+    assert len(texts) == len(set(texts))
     counts = {name: (value, count) for name, value, count in handle.report().beyond}
     value, count = counts["model.layers.1"]
     assert 65504 / 4 < value <= 65504
@@ -64,9 +64,9 @@ def test_an_infinity_is_seen_in_the_forward_pass_that_returns_it(model):
     run(model)
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.inf)
-    told = messages(lambda: run(model))
-    assert len(told) == 1
-    assert "returned infinity or NaN" in told[0]
+    texts = messages(lambda: run(model))
+    assert len(texts) == 1
+    assert "returned infinity or NaN" in texts[0]
     assert messages(lambda: run(model)) == []
     ((name, value, count),) = handle.report().beyond
     assert (name, count) == ("", 2)

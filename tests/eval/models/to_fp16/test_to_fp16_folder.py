@@ -1,4 +1,4 @@
-"""`pasa to-fp16`: the same function from a folder, in FP16, by transformers alone; and what it refuses."""
+"""`pasa to-fp16`: the same function from a folder, in FP16, by transformers alone."""
 
 import json
 import resource
@@ -8,14 +8,14 @@ import signal
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pasa.eval import cli
 from pasa.eval.models.to_fp16 import run
 from pasa.eval.models.to_fp16.run import run_to_fp16
 from pasa.fp16 import writing
 from pasa.fp16.checkpoint import CheckpointConversion
-from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, save, tokenizer
+from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, contents, save, tokenizer
 
 COMPARED = {"finite": True, "perplexity": 9.0, "perplexity_before": 9.0, "dtype_before": "float32", "top1": 1.0}
 IDS = torch.arange(3, 40)[None]
@@ -34,10 +34,6 @@ def logits(model):
 
 def error(result, truth):
     return ((result - truth).abs().max() / truth.abs().max()).item()
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +182,9 @@ def test_an_interrupted_run_goes_on(qwen2, tmp_path, monkeypatch, capsys):
     assert not (out / "config.json").exists()
     with pytest.raises(FileExistsError, match="another conversion"):
         run_to_fp16(str(qwen2), str(out), margin=64, skip_check=True)
-    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["kept_shards"] == 2
+    first = min(out.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-64])  # a shard that something has cut is written again
+    assert run_to_fp16(str(qwen2), str(out), skip_check=True)["kept_shards"] == 1
     run_to_fp16(str(qwen2), str(tmp_path / "whole"), skip_check=True)
     assert contents(out) == contents(tmp_path / "whole")
 
@@ -212,107 +210,6 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_goes_on(qwen2, tmp_path, 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(qwen2, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 0, 10))
     assert "GB are free" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--skip-check")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def refused(capsys):
-    """Run a command that must exit with 2 and one line on stderr; return the line."""
-
-    def refuse(*arguments):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(arguments)
-        lines = capsys.readouterr().err.splitlines()
-        assert (stopped.value.code, len(lines)) == (2, 1), lines
-        return lines[0]
-
-    return refuse
-
-
-def change_config(folder, **entries):
-    config = json.loads((folder / "config.json").read_text()) | entries
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def no_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-
-
-def adapter(folder):
-    (folder / "adapter_config.json").write_text("{}")
-
-
-def gguf(folder):
-    (folder / "config.json").unlink()
-    (folder / "model.gguf").write_bytes(b"GGUF")
-
-
-def pipeline(folder):
-    (folder / "model_index.json").write_text("{}")
-
-
-def awq(folder):
-    change_config(folder, quantization_config={"quant_method": "awq"})
-
-
-def old_gptq(folder):
-    (folder / "quantize_config.json").write_text("{}")
-
-
-def edit_weights(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def packed(folder):
-    edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(2, 2)}))
-
-
-def infinite(folder):
-    edit_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
-
-
-def strange(folder):
-    edit_weights(folder, lambda tensors: tensors.update({"mtp.0.weight": torch.zeros(2, 2)}))
-
-
-def missing(folder):
-    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
-
-
-def unknown(folder):
-    change_config(folder, architectures=["WonderForCausalLM"], model_type="wonder")
-
-
-def encoder(folder):
-    change_config(folder, architectures=["BertModel"], model_type="bert")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (no_tokenizer, "has no tokenizer"),
-        (adapter, "LoRA"),
-        (gguf, "GGUF"),
-        (pipeline, "pipeline"),
-        (awq, "AWQ"),
-        (old_gptq, "GPTQ"),
-        (packed, "qweight"),
-        (infinite, "model.norm.weight"),
-        (strange, "mtp.0.weight"),
-        (missing, "model.norm.weight"),
-        (unknown, "WonderForCausalLM"),
-        (encoder, "BertModel"),
-    ],
-)
-def test_folders_that_cannot_be_converted_are_refused_in_one_line(damage, message, tmp_path, refused):
-    folder = tmp_path / "model"
-    save("qwen2", folder)
-    damage(folder)
-    before = contents(folder)
-    assert message in refused("to-fp16", str(folder), str(tmp_path / "out"))
-    assert contents(folder) == before
     assert not (tmp_path / "out").exists()
 
 
