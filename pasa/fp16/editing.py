@@ -91,6 +91,17 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
     return result
 
 
+def largest(tensor: Tensor, *, mask: bool) -> float:
+    """Return the largest finite magnitude of a tensor, or its largest number if it may be a mask.
+
+    Infinities stay what they are in FP16, and a mask's large negative numbers may become infinite.
+    """
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor.masked_fill(tensor.isinf(), 0))
+    return float(high if mask else torch.maximum(high, -low))
+
+
 def peaks(tensor: Tensor, track: Track) -> list[float]:
     """Return the largest magnitude of a parameter, part by part."""
     parts = [
