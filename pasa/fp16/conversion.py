@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
 from pasa.fp16.paths import inside, owner
-from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for
+from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for, widen_owners
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -92,6 +91,7 @@ class Conversion:
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
         shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
         self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
+        widen_owners(tracer, self.plan, dict(self._largest(shapes)))
         self._set((name, editing.scaled(name, data.data, self.plan)) for name, data in self._tensors().items())
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
@@ -130,7 +130,7 @@ class Conversion:
         self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan)
         self._widened = widen_logits(self.models)
-        with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), _seeded():
+        with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:
                 self.run()
             except torch.OutOfMemoryError:
@@ -237,7 +237,7 @@ class Conversion:
     ) -> Tracer:
         plan = plan or Plan()
         tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
-        with editing.unchanged(self.models), _seeded(), tracer.running():
+        with editing.unchanged(self.models), running.Seeded(), tracer.running():
             self.run()
         return tracer
 
@@ -251,6 +251,13 @@ class Conversion:
                 cuts[name] = dim, tuple(sorted(parts))
         return cuts
 
+    def _largest(self, parameters: Container[str]) -> Iterable[tuple[str, float]]:
+        """Yield the largest magnitudes of the scaled parameters and buffers that would be FP16, and may be read."""
+        unread = {*self._wide, *self._unread, *self.plan.offsets}
+        for name, data in self.originals.items():
+            if data.ndim and name not in unread and not inside(name, self._unreached):
+                yield name, editing.largest(editing.scaled(name, data, self.plan), mask=name not in parameters)
+
     def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
         """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
         lost = total = 0
@@ -262,6 +269,9 @@ class Conversion:
                 yield name, torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
                 continue
             exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
+            if not data.ndim and data and not SMALLEST <= abs(float(data)) <= LARGEST:
+                yield name, exact.float()  # without dimensions it makes no result FP32
+                continue
             if name in self.plan.offsets or inside(owner(name), self.plan.islands):
                 yield name, exact.float()
                 continue
@@ -306,11 +316,3 @@ class Conversion:
             scaled = math.ldexp(peak.value, -power)
             if power or peak.value * self.margin > LARGEST:
                 yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)
-
-
-@contextmanager
-def _seeded() -> Iterator[None]:
-    """Make random numbers the same each time inside, and let them go on as before afterwards."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # without devices, several GPUs are a warning
-        torch.manual_seed(0)
-        yield

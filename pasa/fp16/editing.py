@@ -104,6 +104,17 @@ def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
     return result
 
 
+def largest(tensor: Tensor, *, mask: bool) -> float:
+    """Return the largest finite magnitude of a tensor, or its largest number if it may be a mask.
+
+    Infinities stay what they are in FP16, and a mask's large negative numbers may become infinite.
+    """
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor.masked_fill(tensor.isinf(), 0))
+    return float(high if mask else torch.maximum(high, -low))
+
+
 def scale_constants(models: Models, plan: Plan, *, back: bool = False) -> None:
     """Scale the epsilons of norms, or scale them back."""
     for place, power in plan.constants.items():

@@ -242,6 +242,36 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
     return islands
 
 
+def widen_owners(tracer: Tracer, plan: Plan, largest: Mapping[str, float]) -> None:
+    """Let modules stay in FP32 that own a parameter or buffer which FP16 cannot hold after scaling either.
+
+    Parameters
+    ----------
+    tracer : Tracer
+    plan : Plan
+    largest : mapping of str to float
+        Largest magnitudes of scaled parameters and buffers.
+
+    Raises
+    ------
+    NotImplementedError
+        An outermost module owns one.
+    """
+    for name, value in largest.items():
+        island = name.rpartition(".")[0]
+        if value <= LARGEST or inside(island, plan.islands):
+            continue
+        while island and island not in tracer.results:
+            island = island.rpartition(".")[0]
+        if not island or island in tracer.outputs:
+            raise NotImplementedError(
+                f"to_fp16: {name} reaches {value:.3g}, which FP16 cannot hold, and it cannot be scaled: keep this "
+                "model in FP32"
+            )
+        plan.islands = {inner: why for inner, why in plan.islands.items() if not inside(inner, [island])}
+        plan.islands[island] = f"{name} reaches {value:.3g} and cannot be scaled"
+
+
 def _why(tracer: Tracer, peak: Peak) -> str:
     """Return the module and operator that fix the exponent of a peak."""
     form: Form = {}

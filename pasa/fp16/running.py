@@ -63,6 +63,18 @@ def hook_entries(
         yield module.register_forward_hook(outputs, always_call=True)
 
 
+class Seeded:
+    """Context in which random numbers are the same each time, and after which they go on as before."""
+
+    def __enter__(self) -> None:
+        self._fork = torch.random.fork_rng(devices=range(torch.cuda.device_count()))  # else a warning on several GPUs
+        self._fork.__enter__()
+        torch.manual_seed(0)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
 class Epilogue:
     """Multiplies the floating-point results of a module by a factor, 1 until the powers of two are chosen."""
 
