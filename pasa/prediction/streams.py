@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +74,9 @@ WRITERS = {
 OLD_EXPERTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # names in Mixtral's checkpoints
 
 
-def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[StreamPrediction]:
+def bound_streams(
+    source: Source, layers: list[Layer], prefix: str, announce: Callable[[str], None]
+) -> Iterator[StreamPrediction]:
     """Yield the bounds of a model layer by layer; one row without numbers if no weight bounds them.
 
     Parameters
@@ -84,6 +86,8 @@ def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[
         Its attention layers, in the order of the forward pass.
     prefix : str
         Begins the names of its layers.
+    announce : callable
+        Called with the name of each layer before it is bounded.
     """
     name = architecture(source.config)
     if not isinstance(name, str) or name not in FAMILIES:
@@ -95,6 +99,7 @@ def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[
         return
     stream = reader.start(layers[0])
     for layer in layers:
+        announce(reader.block(layer))
         middle = branches.stored(stream + reader.attention(layer))
         inner, added = reader.mlp(layer)
         stream = branches.stored(middle + added)

@@ -158,6 +158,13 @@ def test_bounds_are_made_on_request_alone():
     assert "residual" not in str(predict_overflow(model))
 
 
+def test_progress_counts_streams_too():
+    seen = []
+    predict_overflow(build("llama"), streams=True, progress=lambda *call: seen.append(call))
+    assert [call[:2] for call in seen] == [(done, 6) for done in range(6)]
+    assert [call[2] for call in seen[2:4]] == ["model.layers.2.self_attn", "model.layers.0"]
+
+
 def test_the_text_names_the_first_layer_that_is_not_proven():
     model = build("qwen2", scale=0.05)
     assert str(predict_overflow(model, streams=True)).splitlines()[-2].endswith(": safe")
