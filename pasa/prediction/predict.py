@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def predict_overflow(
         Bound the residual stream and the MLP of every layer too, of language models and of CLIP. The bounds hold for
         all token ids (GPT-2: without token types) or pixels, and are loose. All weights are read.
     progress : callable, optional
-        Called with (done, total, layer) before each layer.
+        Called with (done, total, layer) before each layer, and once more for its stream.
 
     Returns
     -------
@@ -123,7 +124,7 @@ def predict_overflow(
         architectures = ", ".join(shown(architecture(source.config)) for source in parts.values())
         raise NotImplementedError(f"predict_overflow: no part is of a known architecture ({architectures})")
     layers_by_prefix = {prefix: find_layers(source) for prefix, source in known.items()}
-    total, done = sum(map(len, layers_by_prefix.values())), 0
+    announce = _announcer(progress, sum(map(len, layers_by_prefix.values())) * (1 + streams))
     rows: list[HeadPrediction] = []
     bounds: list[StreamPrediction] = []
     settings: dict[str, Any] = {"delta": delta, "limit": FP16_MAX, "parts": {}}
@@ -131,12 +132,10 @@ def predict_overflow(
         length = seq_len or _sequence(known[prefix])
         heads = sum(layer.heads for layer in layers)
         for layer in layers:
-            if progress is not None:
-                progress(done, total, layer.name)
+            announce(layer.name)
             rows += _predict_layer(known[prefix], layer, prefix, heads, length, delta)
-            done += 1
         if streams:
-            bounds += bound_streams(known[prefix], layers, prefix)
+            bounds += bound_streams(known[prefix], layers, prefix, announce)
         settings["parts"][prefix] = {"seq_len": length, "heads": heads, "layers": len(layers)}
     skipped = tuple(
         (prefix.rstrip("."), f"architecture {shown(architecture(source.config))} is not supported")
@@ -145,6 +144,12 @@ def predict_overflow(
     )
     label = str(model) if isinstance(model, (str, Path)) else type(model).__name__
     return Prediction(label, tuple(sorted(rows, key=order)), settings, skipped, tuple(bounds))
+
+
+def _announcer(progress: Progress | None, total: int) -> Callable[[str], None]:
+    """Return a function that counts its calls, and tells each of them to `progress`."""
+    done = itertools.count()
+    return lambda name: None if progress is None else progress(next(done), total, name)
 
 
 def sources_of(model: Any) -> dict[str, Source]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from pasa.ops.numerics.formats import FP16_MAX
 from pasa.prediction import branches
 from pasa.prediction.checkpoint import Source
-from pasa.prediction.families import FAMILIES, Family, Layer, Part, architecture, part, shown
+from pasa.prediction.families import FAMILIES, Family, Layer, architecture, part, shown
 from pasa.prediction.reading import read_norm, read_part
 from pasa.prediction.table import StreamPrediction
 from pasa.projections import Norm
@@ -74,7 +74,9 @@ WRITERS = {
 OLD_EXPERTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}  # names in Mixtral's checkpoints
 
 
-def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[StreamPrediction]:
+def bound_streams(
+    source: Source, layers: list[Layer], prefix: str, announce: Callable[[str], None]
+) -> Iterator[StreamPrediction]:
     """Yield the bounds of a model layer by layer; one row without numbers if no weight bounds them.
 
     Parameters
@@ -84,6 +86,8 @@ def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[
         Its attention layers, in the order of the forward pass.
     prefix : str
         Begins the names of its layers.
+    announce : callable
+        Called with the name of each layer before it is bounded.
     """
     name = architecture(source.config)
     if not isinstance(name, str) or name not in FAMILIES:
@@ -95,6 +99,7 @@ def bound_streams(source: Source, layers: list[Layer], prefix: str) -> Iterator[
         return
     stream = reader.start(layers[0])
     for layer in layers:
+        announce(reader.block(layer))
         middle = branches.stored(stream + reader.attention(layer))
         inner, added = reader.mlp(layer)
         stream = branches.stored(middle + added)
@@ -139,10 +144,13 @@ class Reader:
     def start(self, layer: Layer) -> Tensor:
         """Return the largest magnitude of each element of the stream before the first layer, (d,)."""
         if self.writers.first:
-            kind, epsilon = self.family.kind, layer.epsilon
-            return branches.normed(read_norm(self.source, self._path(self.writers.first), kind, epsilon))
-        tables = [self.source.get(f"{self._path(name)}.weight") for name in self.writers.embeddings]
-        return branches.stored(sum((table.detach().double().cpu().abs().amax(0) for table in tables), torch.zeros(())))
+            return branches.normed(self._norm(self._path(self.writers.first), layer))
+        width = _width(self._norm(f"{self.block(layer)}.{self.family.norm}", layer))
+        stream = torch.zeros(width, dtype=torch.float64)
+        for name in self.writers.embeddings:
+            table, _ = self._checked(f"{self._path(name)}.weight", width, self.source.get(f"{self._path(name)}.weight"))
+            stream = branches.stored(stream + table.detach().double().cpu().abs().amax(0))
+        return stream
 
     def _path(self, name: str) -> str:
         """Return the only path of the model that ends with this name."""
@@ -153,73 +161,87 @@ class Reader:
         return paths[0].removesuffix(".weight")
 
     def _norm(self, path: str, layer: Layer) -> Norm:
-        return read_norm(self.source, path, self.family.kind, layer.epsilon)
+        norm = read_norm(self.source, path, self.family.kind, layer.epsilon)
+        if not all(bool(each.isfinite().all()) for each in (norm.gain, norm.shift) if each is not None):
+            raise ValueError(f"{self.source.label}: {path}.weight or its bias holds NaN or infinity")
+        return norm
 
-    def _affine(self, place: Part, norm: Norm) -> branches.Affine:
-        return branches.affine(*read_part(self.source, place), norm)
+    def _read(self, path: str, inputs: int, last: int | None = None) -> Matrix:
+        """Return the projection at a path, which must have so many inputs; with `last`, its last rows alone."""
+        whole = replace(part(self.source, path), transposed=self.family.transposed)
+        weight, bias = self._checked(whole.weight, inputs, *read_part(self.source, whole))
+        return (weight, bias) if last is None else (weight[-last:], bias if bias is None else bias[-last:])
 
-    def _part(self, path: str) -> Part:
-        return replace(part(self.source, path), transposed=self.family.transposed)
+    def _checked(self, name: str, inputs: int, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        """Return a matrix; refuse another shape, and NaN or infinity."""
+        if weight.ndim != 2 or weight.shape[1] != inputs:
+            raise ValueError(f"{self.source.label}: {name} is {tuple(weight.shape)}, and {inputs} inputs come to it")
+        if not all(bool(each.isfinite().all()) for each in (weight, bias) if each is not None):
+            raise ValueError(f"{self.source.label}: {name} or its bias holds NaN or infinity")
+        return weight, bias
 
     def attention(self, layer: Layer) -> Tensor:
         """Return the largest magnitude of each element that attention adds to the stream, (d,)."""
-        path = layer.name
         norm = self._norm(f"{self.block(layer)}.{self.family.norm}", layer)
-        value = self._affine(self._value(layer), norm)
-        output = read_part(self.source, self._part(f"{path}.{self.writers.output}"))
-        if (
-            len(value.constant) % layer.kv_heads
-            or output[0].shape[1] * layer.kv_heads != len(value.constant) * layer.heads
-        ):
-            raise ValueError(f"{self.source.label}: {path} has values and an output that its heads do not fit")
-        return branches.attended(value, *output, layer.heads, layer.kv_heads)
-
-    def _value(self, layer: Layer) -> Part:
-        """Return the projection of values, which may be the last rows of one with queries and keys."""
-        fused = f"{layer.name}.{self.family.fused}"
-        if f"{fused}.weight" not in self.source.names:
-            return self._part(f"{layer.name}.{self.writers.value}")
-        whole, shape = self._part(fused), self.source.shape(f"{fused}.weight")
-        end = (layer.key.rows or (0, 0))[1]
-        return replace(whole, rows=(end, shape[1] if self.family.transposed else shape[0]))
+        output = f"{layer.name}.{self.writers.output}"
+        columns = self.source.shape(f"{output}.weight")[0 if self.family.transposed else 1]
+        size = columns // layer.heads * layer.kv_heads
+        fused = f"{layer.name}.{self.family.fused}"  # with queries and keys, before values
+        if f"{fused}.weight" in self.source.names:
+            value = self._read(fused, _width(norm), last=size)
+        else:
+            value = self._read(f"{layer.name}.{self.writers.value}", _width(norm))
+        if len(value[0]) != size or columns % layer.heads:
+            raise ValueError(f"{self.source.label}: {layer.name} has values and an output that its heads do not fit")
+        values = branches.affine(*value, norm)
+        added = branches.attended(values, *self._read(output, columns), layer.heads, layer.kv_heads)
+        return self._fitting(output, added, norm)
 
     def mlp(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """Return bounds on all that an MLP computes, (n,), and on each element that it adds to the stream, (d,)."""
         block = self.block(layer)
         norm = self._norm(f"{block}.{self.writers.norm}", layer)
-        path = next(path for name in self.writers.mlp if self._has(path := f"{block}.{name}"))
-        results = [self._expert(*each, norm) for each in self._experts(path)]
+        present = (f"{block}.{name}" for name in self.writers.mlp if self._has(f"{block}.{name}"))
+        path = next(present, f"{block}.{self.writers.mlp[0]}")
+        results = [self._bounds(*each, norm) for each in self._experts(path, _width(norm))]
+        router = f"{path}.gate.weight"
+        if router in self.source.names and self.source.shape(router)[0] != len(results):
+            raise ValueError(f"{self.source.label}: {path} has {len(results)} experts, and its router knows others")
         largest = torch.cat([branches.normed(norm), *(inner for inner, _ in results)])
-        added = [rows for _, rows in results]
+        added = [self._fitting(path, rows, norm) for _, rows in results]
         return largest, added[0] if len(added) == 1 else branches.mixed(added)
+
+    def _fitting(self, path: str, rows: Tensor, norm: Norm) -> Tensor:
+        """Return what is added to a stream; refuse another number of elements, which broadcasting would hide."""
+        if len(rows) != _width(norm):
+            raise ValueError(f"{self.source.label}: {path} adds {len(rows)} elements to a stream of {_width(norm)}")
+        return rows
 
     def _has(self, path: str) -> bool:
         return any(name.startswith(f"{path}.") for name in self.source.names)
 
-    def _experts(self, path: str) -> Iterator[tuple[Matrix | None, Matrix, Matrix]]:
+    def _experts(self, path: str, width: int) -> Iterator[tuple[Matrix | None, Matrix, Matrix]]:
         """Yield gate (if there is one), up and down of an MLP, or of each of its experts."""
-        fused = f"{path}.experts.gate_up_proj"
-        if fused in self.source.names:
-            for both, down in zip(self.source.get(fused), self.source.get(f"{path}.experts.down_proj"), strict=True):
-                gate, up = both.chunk(2)
-                yield (gate, None), (up, None), (down, None)
+        names = [f"{path}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        if names[0] in self.source.names:
+            for both, down in zip(*map(self.source.get, names), strict=True):
+                gate, up = self._checked(names[0], width, both)[0].chunk(2)
+                yield (gate, None), (up, None), self._checked(names[1], len(up), down)
             return
         pattern = re.compile(rf"{re.escape(path)}\.experts\.(\d+)\.")
         indices = {int(match[1]) for match in map(pattern.match, self.source.names) if match}
         for each in [f"{path}.experts.{index}" for index in sorted(indices)] or [path]:
-            yield self._dense(each)
+            yield self._dense(each, width)
 
-    def _dense(self, path: str) -> tuple[Matrix | None, Matrix, Matrix]:
+    def _dense(self, path: str, width: int) -> tuple[Matrix | None, Matrix, Matrix]:
         old = f"{path}.{OLD_EXPERTS['gate_proj']}.weight" in self.source.names
+        names = [self.writers.gate, self.writers.up, self.writers.down]
+        gate, up, down = (f"{path}.{OLD_EXPERTS[name] if old else name}" if name else "" for name in names)
+        upper = self._read(up, width)
+        return self._read(gate, width) if gate else None, upper, self._read(down, len(upper[0]))
 
-        def read(name: str) -> Matrix:
-            return read_part(self.source, self._part(f"{path}.{OLD_EXPERTS[name] if old else name}"))
-
-        gate = read(self.writers.gate) if self.writers.gate else None
-        return gate, read(self.writers.up), read(self.writers.down)
-
-    def _expert(self, gate: Matrix | None, up: Matrix, down: Matrix, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Return bounds on the products of one MLP and what they make, and on each element of its result."""
+    def _bounds(self, gate: Matrix | None, up: Matrix, down: Matrix, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Return bounds on gate, up and their product, (n,), and on each element of one MLP's result, (d,)."""
         upper = branches.affine(*up, norm)
         if gate is None:
             product = branches.activated(upper)
@@ -227,3 +249,8 @@ class Reader:
         gates = branches.affine(*gate, norm)
         product = branches.gated(gates, upper)
         return torch.cat([gates.rows, upper.rows, product.rows]), branches.projected(product, *down)
+
+
+def _width(norm: Norm) -> int:
+    """Return the number of elements that a norm reads."""
+    return 0 if norm.gain is None else len(norm.gain)

@@ -81,8 +81,8 @@ STREAM_COLUMNS: dict[str, Column] = {
 }
 STREAM_NOTE = (
     "residual stream: largest magnitude that the layer's norms read or that it returns. MLP: largest magnitude that "
-    "enters a product with weights outside of attention, such as the product of gate and up. × 65504: the larger of "
-    "the two; 1 is where FP16 ends. margin: 65504 over it."
+    "enters a product with weights outside of attention, such as the product of gate and up; in a ResNet block, what "
+    "its convolutions read. × 65504: the larger of the two; 1 is where FP16 ends. margin: 65504 over it."
 )
 STREAM_METHOD = (
     "Residual streams and MLPs are those of the run with the model's own attention, repeated in FP32 if the model "

@@ -158,6 +158,13 @@ def test_bounds_are_made_on_request_alone():
     assert "residual" not in str(predict_overflow(model))
 
 
+def test_progress_counts_streams_too():
+    seen = []
+    predict_overflow(build("llama"), streams=True, progress=lambda *call: seen.append(call))
+    assert [call[:2] for call in seen] == [(done, 6) for done in range(6)]
+    assert [call[2] for call in seen[2:4]] == ["model.layers.2.self_attn", "model.layers.0"]
+
+
 def test_the_text_names_the_first_layer_that_is_not_proven():
     model = build("qwen2", scale=0.05)
     assert str(predict_overflow(model, streams=True)).splitlines()[-2].endswith(": safe")
@@ -218,3 +225,42 @@ def test_two_embeddings_of_one_name_are_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"2 tensors are called embed_tokens.weight, not one"):
         predict_overflow(tmp_path, streams=True)
+
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+DOWN, EXPERT = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.3."
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", lambda kept: {DOWN: torch.ones(64, 95)}, r"down_proj.weight is \(64, 95\), and 96 inputs come to it"),
+        ("llama", lambda kept: {DOWN: kept[DOWN] * math.nan}, "down_proj.weight or its bias holds NaN or infinity"),
+        ("llama", lambda kept: {"model.embed_tokens.weight": torch.ones(97, 3)}, r"is \(97, 3\), and 64 inputs"),
+        ("llama", lambda kept: {DOWN: kept[DOWN][:1].clone()}, "layers.1.mlp adds 1 elements to a stream of 64"),
+        ("llama", lambda kept: {NORM: kept[NORM] * math.inf}, "layernorm.weight or its bias holds NaN or infinity"),
+        ("llama", lambda kept: {DOWN: None}, "layers.1.mlp.down_proj.weight is missing"),
+        ("qwen3_moe", lambda kept: {each: None for each in kept if EXPERT in each}, "3 experts, and its router knows"),
+    ],
+)
+def test_weights_of_another_model_are_refused(name, change, message, tmp_path):
+    """A missing expert, for example, would make a bound too small."""
+    build(name).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = {key: each for key, each in (tensors | change(tensors)).items() if each is not None}
+    save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        predict_overflow(tmp_path, streams=True)
+
+
+def test_values_in_one_matrix_with_queries_and_keys(tmp_path):
+    model = build("llama with biases")
+    expected = predict_overflow(model, streams=True).streams
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.self_attn."
+        for kind in ("weight", "bias"):
+            tensors[f"{prefix}qkv_proj.{kind}"] = torch.cat([tensors.pop(f"{prefix}{s}_proj.{kind}") for s in "qkv"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert predict_overflow(tmp_path, streams=True).streams == expected
