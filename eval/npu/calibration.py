@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ def points() -> Iterator[dict[str, Any]]:
 def _attention_us(queries: int, keys: int, cores: int) -> float:
     """Return the time of the public kernel at documented rates, in us: of its slowest engine on the busiest core."""
     tasks = math.ceil(queries / ROWS / cores)
-    times = model.engine_times(kernel_work(tasks, tasks * keys // KEYS), model.SCENARIOS["peak"])
+    documented = model.changed_rates("efficiency", 1 / model.rate("efficiency"))
+    times = model.engine_times(kernel_work(tasks, tasks * keys // KEYS), documented)
     return 1e6 * model.bound(times)[1]
 
 
@@ -107,3 +108,13 @@ def compare() -> list[dict[str, Any]]:
         residual = each["tflops"] / tflops - 1
         compared.append(each | {"modelled_us": modelled, "modelled_tflops": tflops, "residual": residual})
     return compared
+
+
+def worst(compared: Sequence[Mapping[str, Any]]) -> float:
+    """Return the largest residual of a fitted point, up or down."""
+    return max(abs(float(each["residual"])) for each in compared if each["fitted"])
+
+
+def within_limit(compared: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the residual of every fitted point is within `RESIDUAL_LIMIT`."""
+    return all(abs(float(each["residual"])) < RESIDUAL_LIMIT for each in compared if each["fitted"])
