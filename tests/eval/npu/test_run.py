@@ -115,18 +115,18 @@ def test_fp16_scores_are_modelled_slower_than_fp32_scores():
 
 
 def test_which_conclusions_hold_where_one_rate_is_off():
-    """The exact recovery stays slower than FP32 scores, but for slower paths of L2, which carry fewer of its bytes."""
+    """The default is slower than FP32 scores on some shape whatever rate is off, and on every shape unless a path to L2
+    is slower: then FP32 scores, which need more of its bytes, lose more."""
     assert {(each["rate"], each["factor"]) for each in STORED["sensitivity"]} == {
         (name, factor) for name in run.VARIED for factor in run.FACTORS
     }
-    for name, faster in {
-        "exact 0 %": {("L2 read", 0.7), ("L2 write", 0.7), ("vector", 1.3)},
-        "exact 30.8 %": {("L2 read", 0.7), ("L2 write", 0.7)},
-        "paper": {("L2 read", 0.7), ("L2 write", 0.7), ("vector", 1.3)},
-    }.items():
+    for name in ("exact 0 %", "exact 30.8 %"):
         chosen = pick(STORED["sensitivity"], allocation=name)
-        assert {(each["rate"], each["factor"]) for each in chosen if each["highest"] > 1} == faster
-        assert all(each["lowest"] < 1 or (name, each["rate"]) == ("paper", "L2 write") for each in chosen)
+        assert max(each["lowest"] for each in chosen) < 0.9
+        faster = {(each["rate"], each["factor"]) for each in chosen if each["highest"] > 1}
+        assert faster == {("L2 read", 0.7), ("L2 write", 0.7)}
+    partial = pick(STORED["sensitivity"], allocation="partial")
+    assert {each["rate"] for each in partial if each["highest"] > 1} == {"L2 read", "L2 write", "vector"}
 
 
 def test_signs_of_the_sensitivity():
@@ -140,13 +140,13 @@ def test_signs_of_the_sensitivity():
 
 def test_every_prediction_says_that_it_is_a_model():
     shown = [*report.report(STORED), *report.appendix(STORED)[:-3]]
-    notes = [getattr(each, "note", each) for each in shown if "asurement" not in getattr(each, "title", "")]
-    predicted = [note for note in notes if not note.startswith("Modelled time over measured time")]
-    assert len(predicted) == len(shown) - 2
-    assert all(note.startswith("Model, not measured") for note in predicted)
+    measured = {"Calibration", "Published measurements"}
+    predicted = [each for each in shown if isinstance(each, str) or each.title not in measured]
+    assert len(predicted) == len(shown) - len(measured)
+    assert all(getattr(each, "note", each).startswith("Model, not measured") for each in predicted)
 
 
-def test_the_figure_holds_every_published_time(tmp_path):
+def test_the_figure_is_drawn_from_the_stored_run(tmp_path):
     (path,) = report.figures(STORED, tmp_path)
     assert path.name == "npu_model.png"
     assert path.stat().st_size > 10_000
