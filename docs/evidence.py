@@ -206,7 +206,7 @@ def _npu_split(result: Result) -> str:
         means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
         shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in selected]
         rows = percent(round(means, 3))
-        said.append(f"{name}: shifting K {_span(shift, '.2g')} % of the time, row reductions {rows} of vector time")
+        said.append(f"{name}: shifting K {_span(shift, '.3g')} % of the time, row reductions {rows} of vector time")
     return "; ".join(said)
 
 
