@@ -77,22 +77,31 @@ def _attention_us(queries: int, keys: int, cores: int) -> float:
 
 
 def fit_free_rates() -> dict[str, float]:
-    """Return ``launch`` (s a kernel) and ``efficiency`` (share of documented rates), rounded as they are stored.
+    """Return ``launch`` (s a kernel) and ``efficiency`` (share of documented rates), with the decimals that are stored.
 
     The fit minimises the sum of squares of log(modelled time / measured time) over the points marked as fitted.
     """
-    fitted = [(each["documented_us"], each["us"]) for each in points() if each["fitted"]]
-    launch, slowdown = min(us for _, us in fitted) / 2, 1.0  # us, and 1 / efficiency
+    launch, efficiency, _ = fit([(each["documented_us"], each["us"]) for each in points() if each["fitted"]])
+    return {"launch": round(1e-6 * launch, FITTED["launch"]), "efficiency": round(efficiency, FITTED["efficiency"])}
+
+
+def fit(times: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return launch (us), efficiency, and the root mean square of the logarithms that are left.
+
+    `times` are documented and measured times, us. They are fitted by Gauss-Newton.
+    """
+    launch, slowdown = min(us for _, us in times) / 2, 1.0  # us, and 1 / efficiency
     for _ in range(STEPS):
         aa = ab = bb = ar = br = 0.0  # normal equations
-        for documented, us in fitted:
+        for documented, us in times:
             modelled = launch + slowdown * documented
             a, b, r = 1 / modelled, documented / modelled, math.log(modelled / us)
             aa, ab, bb, ar, br = aa + a * a, ab + a * b, bb + b * b, ar + a * r, br + b * r
         determinant = aa * bb - ab * ab
         launch -= (bb * ar - ab * br) / determinant
         slowdown -= (aa * br - ab * ar) / determinant
-    return {"launch": round(1e-6 * launch, FITTED["launch"]), "efficiency": round(1 / slowdown, FITTED["efficiency"])}
+    squares = sum(math.log((launch + slowdown * documented) / us) ** 2 for documented, us in times)
+    return launch, 1 / slowdown, math.sqrt(squares / len(times))
 
 
 def compare() -> list[dict[str, Any]]:

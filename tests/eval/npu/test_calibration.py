@@ -16,14 +16,63 @@ def test_the_fit_to_the_measurements_gives_the_stored_rates():
 
 
 def test_the_fit_is_the_least_of_the_sum_of_squares():
+    times = [(each["documented_us"], each["us"]) for each in COMPARED if each["fitted"]]
+    launch, efficiency, rms = calibration.fit(times)
+
     def squares(launch, efficiency):
-        times = ((each["documented_us"], each["us"]) for each in calibration.points() if each["fitted"])
         return sum(math.log((launch + documented / efficiency) / us) ** 2 for documented, us in times)
 
-    launch, efficiency = 1e6 * rate("launch"), rate("efficiency")
-    for step in (0.98, 1.02):
+    assert squares(launch, efficiency) == pytest.approx(len(times) * rms**2)
+    for step in (0.99, 1.01):
         assert squares(launch, efficiency) < squares(launch * step, efficiency)
         assert squares(launch, efficiency) < squares(launch, efficiency * step)
+    exact = [(documented, 7.0 + documented / 0.8) for documented, _ in times]
+    assert calibration.fit(exact) == pytest.approx((7.0, 0.8, 0.0))
+
+
+def test_a_bandwidth_that_all_cores_share_is_excluded_by_the_longest_runs():
+    """Story: 16 cores take longer than 8 for the same work each, as if all cores shared a bandwidth. If one is fitted
+    beside the other two rates, the longest runs are modelled 40 % too slow, at an efficiency above 1. They move more
+    bytes a second than it allows."""
+    work = calibration.kernel_work(tasks=0, tiles=1)
+    documented = model.engine_times(work, model.changed_rates("efficiency", 1 / model.rate("efficiency")))
+    own = max(seconds for name, seconds in documented.items() if not name.startswith("L2"))
+    moved = sum(work[name] for name in ("MTE2 cube", "MTE2 vector", "FIX", "MTE3"))
+    fitted = [each for each in COMPARED if each["fitted"]]
+
+    def shared(terabytes):
+        times = []
+        for each in fitted:
+            queries, keys = map(int, each["point"].split(" x "))
+            tiles = math.ceil(queries / 128 / 24) * keys // 128
+            on_cores = min(24, queries // 128) * moved / (1e12 * terabytes)
+            times.append((1e6 * tiles * max(own, on_cores), each["us"]))
+        launch, efficiency, rms = calibration.fit(times)
+        return rms, terabytes, efficiency, [(launch + t / efficiency) / us for t, us in times]
+
+    rms, terabytes, efficiency, ratios = min(shared(4 + tenths / 10) for tenths in range(60))
+    assert 0.9 < rms / calibration.fit([(each["documented_us"], each["us"]) for each in fitted])[2] < 1
+    assert (terabytes, efficiency) == pytest.approx((4.6, 1.04), abs=0.01)
+    longest = fitted.index(max(fitted, key=lambda each: each["us"]))
+    assert ratios[longest] > 1.4
+    tiles = 256 * 256  # of 32768 queries and keys
+    assert 1e-6 * tiles * moved / fitted[longest]["us"] > 1.4 * terabytes
+
+
+def test_the_rates_are_not_fitted_to_the_longest_runs_alone():
+    """Fitted to the runs on few cores alone, the model meets the two longest runs on all cores within 12 %."""
+    few = [(each["documented_us"], each["us"]) for each in COMPARED if "few cores" in each["series"]]
+    launch, efficiency, _ = calibration.fit(few)
+    for each in COMPARED:
+        if each["point"] in ("16384 x 16384", "32768 x 32768") and each["fitted"]:
+            assert launch + each["documented_us"] / efficiency == pytest.approx(each["us"], rel=0.12)
+
+
+def test_sixteen_cores_are_modelled_too_fast():
+    """A known gap: the model has no term for what 16 cores at work take from each other."""
+    residuals = [each["residual"] for each in COMPARED if "few cores" in each["series"] and each["point"][:4] == "2048"]
+    assert len(residuals) == 8
+    assert -0.26 < min(residuals) < max(residuals) < -0.19
 
 
 def test_every_fitted_point_is_within_the_bound():
