@@ -202,21 +202,18 @@ def _profiled(result: Result) -> str:
 def _npu_split(result: Result) -> str:
     said = []
     for name in ("paper", "exact 0 %"):
-        selected = pick(result["records"], scenario="as written", allocation=name)
+        selected = pick(result["records"], allocation=name)
         [tile] = pick(result["tiles"], dim=128, allocation=name)
         means = tile["vector_ns"]["row reductions"] / tile["ns"]["vector"]
         shift = [100 * each["shift_ms"] / each["overlap_ms"] for each in selected]
         rows = percent(round(means, 3))
-        said.append(f"{name}: shifting K {_span(shift, '.2g')} % of the time, row reductions {rows} of vector time")
+        said.append(f"{name}: shifting K {_span(shift, '.3g')} % of the time, row reductions {rows} of vector time")
     return "; ".join(said)
 
 
 def _npu_speed(result: Result) -> str:
     names = ("paper-fp16", "paper", "exact 0 %", "exact 30.8 %")
-    ratios = {
-        name: [e["ratio_overlap"] for e in pick(result["records"], scenario="as written", allocation=name)]
-        for name in names
-    }
+    ratios = {name: [e["ratio_overlap"] for e in pick(result["records"], allocation=name)] for name in names}
     low, high = result["claims"]["speedup"]
     spans = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
     return f"times as fast as FP32 scores: {spans}; published for paper-fp16: {low} to {high} over a vendor kernel"

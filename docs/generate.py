@@ -39,7 +39,7 @@ from pasa.eval.models.video import step
 from pasa.eval.models.whole_model import report as whole_model
 from pasa.eval.models.whole_model_speed import report as whole_model_speed
 from pasa.eval.models.zoo import run as zoo
-from pasa.eval.npu import run as npu
+from pasa.eval.npu import report as npu
 from pasa.eval.random_calls import run as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
@@ -195,12 +195,21 @@ def random_calls(name: str) -> str:
 def npu_model() -> str:
     """Return precision allocations on an NPU, modelled; the page says what the names stand for."""
     result = stored("npu_model")
-    cases, peak = len(result["cases"]), result["peak_tflops"]
-    text = (
-        f"Times as fast as `fp32`, lowest to highest of {cases} cases. In brackets: the highest TFLOPS of a case; the "
-        f"cube's peak is {peak:.0f}."
+    return "\n\n".join([npu.range_table(result).captioned(), npu.claim(result), origin(result)])
+
+
+def npu_default() -> str:
+    """Return the modelled speed of the default on an NPU, and its range if one rate of the model is off."""
+    result = stored("npu_model")
+    name = npu.shown(result)[-1]
+    ratios = [each["ratio_overlap"] for each in pick(result["records"], allocation=name)]
+    changed = pick(result["sensitivity"], allocation=name)
+    low, high = min(each["lowest"] for each in changed), max(each["highest"] for each in changed)
+    return (
+        f"Modelled with {name.removeprefix('exact ')} of its tiles kept in FP32, the default has {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times the speed of FP32 scores ({low:.2f} to {high:.2f} if one rate of the model is 30 % "
+        f"off)."
     )
-    return "\n\n".join([text, npu.range_table(result).markdown(), npu.claim(result), origin(result)])
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -242,6 +251,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "fuzz": partial(random_calls, "fuzz"),
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
+    "npu_default": npu_default,
+    "npu_calibration": lambda: npu.series_table(stored("npu_model")).captioned(),
+    "npu_sensitivity": lambda: npu.sensitivity_table(stored("npu_model")).captioned(),
     "rounding": block("rounding", *BIASES, bias.verdict),
     "rounding_cost": lambda: cost.summary(stored("rounding_cost")),
     "rounding_cost_table": lambda: cost.EXPERIMENT.markdown(stored("rounding_cost")),

@@ -1,7 +1,4 @@
-"""Model of an Ascend 910B3: counts of the kernels on the CPU twin, lines fitted to them, predictions for the cases.
-
-Every number of its tables is a model's, not a measurement.
-"""
+"""Model of an Ascend 910B3: counts of the kernels on the CPU twin, lines fitted to them, predictions for the cases."""
 
 from __future__ import annotations
 
@@ -17,18 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from pasa.eval.kit import output
-from pasa.eval.kit.device import origin
-from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.stored import RESULTS, pick
-from pasa.eval.kit.tables import Table, percent
+from pasa.eval.npu import calibration, report
 from pasa.eval.npu import roofline as model
-from pasa.eval.npu.precision_variants import Fit, Work, allocations, exact_name, fit, substitutions
+from pasa.eval.npu.precision_variants import Fit, Work, allocations, fit, substitutions
 from pasa.eval.speed.cases import SpeedCase, select_cases
 
 Record = dict[str, Any]
-MODEL = "Model, not measured."
-VECTOR_PARTS = ("row reductions", "barriers")  # that the table of engines shows beside the whole
-NOTE = "model, not measured: twin counts over published rates; nothing was run on an NPU"
+NOTE = "model, not measured: twin counts over calibrated rates; nothing was run on an NPU"
 SOURCE = Path(__file__).resolve().parent / "counts.cpp"
 ASCEND_C = SOURCE.parents[2] / "ascend_c"
 FLAGS = ("-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-O1", "-DPASA_CPU_TWIN")
@@ -41,6 +35,8 @@ ROUNDING_KEYS = (1280, 8192)
 ROUNDINGS = {"to nearest": 0, "unbiased, no row leans": 1, "unbiased, all rows lean": 2}  # as counts.cpp numbers them
 SHARE_CASES = (("rmse", "uniform(0,0.5)"), ("rmse", "uniform(30,0.5)"), ("resonance", "qwen-like, 180 deg"),
                ("resonance", "svd-like, 180 deg"), ("rmse", "hybrid(20,100)"))  # fmt: skip
+VARIED = tuple(name for name in model.stored_rates() if name not in ("clock", "groups", "vector cores"))
+FACTORS = (0.7, 1.3)  # by which each rate of `VARIED` is changed, one at a time
 CLAIMS = {
     "source": "abstract at openreview.net/forum?id=mvWQYIjDsx, against a vendor flash attention of CANN",
     "speedup": [1.2, 1.65],
@@ -100,7 +96,7 @@ def build() -> Iterator[Twin]:
 
 
 def run_npu_model(progress: output.Report = output.silent) -> Record:
-    """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over published rates. Not measured.
+    """Model an Ascend 910B3: what the Ascend C kernels spend on the CPU twin over calibrated rates. Not measured.
 
     OSError without g++ or the Ascend C sources, or if the twin reports a fault.
     """
@@ -110,24 +106,30 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
         roundings = count_roundings(built)
     shares = stored_shares()
     predicted = predict(counts, plans, shares)
+    compared = calibration.compare()
     lines = {
         name: [{"what": what, "change": change} for what, change in each] for name, each in substitutions(128).items()
     }
     published = model.load_rates()
+    checks = {
+        "lines fit the counts": all(each < RESIDUAL_LIMIT for each in predicted["fit_residuals"].values()),
+        "rates fit the measurements": calibration.within_limit(compared),
+    }
     return {
         "note": NOTE,
-        "gate": {"passed": all(each < RESIDUAL_LIMIT for each in predicted["fit_residuals"].values())},
+        "gate": gate(checks),
         "rates": published["rates"],
         "cycles_per_repeat": {
             "source": published["sources"]["cost model, vector calls"],
             "fp32, fp16": published[model.CYCLES],
         },
-        "scenarios": {name: each.what for name, each in model.SCENARIOS.items()},
+        "calibration": compared,
+        "measurements": calibration.load_measurements(),
         "substitutions": lines,
         "shares": shares,
         "claims": CLAIMS,
         "peak_tflops": 2e-12 * model.rate("cube") * model.rate("clock") * model.rate("groups"),
-        "cases": [{"name": case.name, "shape": case.shape, "flops": case.flops} for case in CASES],
+        "cases": [{"name": case.name, "shape": case.shape, "keys": case.keys, "flops": case.flops} for case in CASES],
         "plans": plans,
         "counts": counts,
         "roundings": roundings,
@@ -155,7 +157,7 @@ def count_roundings(built: Twin) -> list[Record]:
         us = {}
         for how, number in ROUNDINGS.items():
             work = built.work("attend", KERNELS[name][0], dim, keys // 128, 0, number)
-            us[how] = 1e6 * model.engine_times(work, model.MAIN)["vector"]
+            us[how] = 1e6 * model.engine_times(work)["vector"]
         records.append({"kernel": name, "dim": dim, "keys": keys, "vector_us": us})
     return records
 
@@ -185,7 +187,11 @@ def fits_of(counts: Sequence[Record], kernel: str, dim: int) -> dict[str, Fit]:
 
 
 def predict(counts: Sequence[Record], plans: Mapping[str, Mapping[str, int]], shares: Mapping[str, float]) -> Record:
-    """Return what follows from the counts: residuals of the fits, times per tile, and one record per prediction."""
+    """Return what follows from the counts.
+
+    That is the residuals of the fits, times per tile, one record per prediction, and for each change of a rate the
+    lowest and highest ratio of each allocation to FP32 scores over all cases.
+    """
     attend = {dim: fits_of(counts, "attend", dim) for dim in DIMS}
     shift = {dim: fits_of(counts, "shift", dim) for dim in DIMS}
     ways = {dim: allocations(attend[dim], dim, sorted({0.0, 1.0, *shares.values()})) for dim in DIMS}
@@ -193,149 +199,39 @@ def predict(counts: Sequence[Record], plans: Mapping[str, Mapping[str, int]], sh
         {
             "dim": dim,
             "allocation": name,
-            "ns": {engine: 1e9 * s for engine, s in model.engine_times(way.per_tile, model.MAIN).items()},
+            "ns": {engine: 1e9 * s for engine, s in model.engine_times(way.per_tile).items()},
             "vector_ns": {part: 1e9 * s for part, s in model.vector_parts(way.per_tile).items()},
         }
         for dim in DIMS
         for name, way in ways[dim].items()
     ]
-    records = [
-        record
-        for case in CASES
-        for scenario in model.SCENARIOS
-        for record in model.predict_case(case, scenario, ways[case.dim], shift[case.dim], plans[case.name])
-    ]
-    residuals = {f"{name}, D = {dim}": each.residual for dim in DIMS for name, each in attend[dim].items()}
-    return {"fit_residuals": residuals, "tiles": tiles, "records": records}
 
-
-def report(result: Record) -> list[Table | str]:
-    """Return the tables and paragraphs of the terminal."""
-    tables = [range_table(result), tile_table(result, 128), share_table(result), case_table(result, "as written")]
-    return [*tables, claim(result), origin(result)]
-
-
-def appendix(result: Record) -> list[Table]:
-    """Return the tables that the Markdown file alone holds."""
-    others = [case_table(result, scenario) for scenario in result["scenarios"] if scenario != "as written"]
-    return [tile_table(result, 64), *others, rounding_table(result), *input_tables(result)]
-
-
-def shown(result: Record) -> list[str]:
-    """Return the allocations, the exact one without rescued tiles and with the share of a language model's shape."""
-    shares = 0.0, result["shares"]["qwen-like, 180 deg"]
-    return ["fp32", "partial", "paper", "paper-fp16", *map(exact_name, shares)]
-
-
-def range_table(result: Record) -> Table:
-    """Return the ratio to the flow with FP32 scores and the highest rate, over all cases, by scenario."""
-    rows = [[name, *(_range(result, each, name) for each in result["scenarios"])] for name in shown(result)]
-    what = "; ".join(f"{name}: {text}" for name, text in result["scenarios"].items())
-    note = (
-        f"{MODEL} Time of fp32 over that of the allocation with perfect overlap, lowest to highest of "
-        f"{len(result['cases'])} cases; in brackets the most TFLOPS of a case (the cube's peak is "
-        f"{result['peak_tflops']:.0f}). {what}."
-    )
-    return Table("Against FP32 scores", ["allocation", *result["scenarios"]], rows, note)
-
-
-def _range(result: Record, scenario: str, name: str) -> str:
-    chosen = pick(result["records"], scenario=scenario, allocation=name)
-    ratios = [each["ratio_overlap"] for each in chosen]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} ({max(each['tflops'] for each in chosen):.0f})"
-
-
-def case_table(result: Record, scenario: str) -> Table:
-    """Return ratio and rate of each case."""
-    rows = []
-    for case in result["cases"]:
-        chosen = {each["allocation"]: each for each in pick(result["records"], case=case["name"], scenario=scenario)}
-        cells = [
-            f"{each['ratio_overlap']:.2f} / {each['ratio_none']:.2f} ({each['tflops']:.0f})"
-            for each in (chosen[name] for name in shown(result))
+    def predict_cases(rates: model.Rates) -> list[Record]:
+        return [
+            record
+            for case in CASES
+            for record in model.predict_case(case, ways[case.dim], shift[case.dim], plans[case.name], rates)
         ]
-        rows.append([case["name"], case["shape"], f"{chosen['fp32']['overlap_ms']:.3g}", *cells])
-    note = (
-        f"{MODEL} Times as fast as fp32 with perfect overlap / with none (TFLOPS with perfect overlap). "
-        "The pass over K is included."
-    )
-    return Table(f"Cases, {scenario}", ["case", "shape", "fp32 ms", *shown(result)], rows, note)
+
+    records = predict_cases(model.stored_rates())
+    sensitivity = []
+    for name, factor in itertools.product(VARIED, FACTORS):
+        changed = predict_cases(model.changed_rates(name, factor))
+        for allocation in ways[DIMS[0]]:
+            ratios = [each["ratio_overlap"] for each in pick(changed, allocation=allocation)]
+            sensitivity.append(
+                {
+                    "rate": name,
+                    "factor": factor,
+                    "allocation": allocation,
+                    "lowest": min(ratios),
+                    "highest": max(ratios),
+                }
+            )
+    residuals = {f"{name}, D = {dim}": each.residual for dim in DIMS for name, each in attend[dim].items()}
+    return {"fit_residuals": residuals, "tiles": tiles, "records": records, "sensitivity": sensitivity}
 
 
-def tile_table(result: Record, dim: int) -> Table:
-    """Return the time of each engine per score tile."""
-    engines = [name for name in (*model.PIPES, *model.SHARED) if name != "HBM"]
-    rows = []
-    for tile in pick(result["tiles"], dim=dim):
-        if tile["allocation"] in shown(result):
-            slowest, longest = model.bound(tile["ns"])
-            ns = [*(tile["ns"][name] for name in engines), *(tile["vector_ns"][name] for name in VECTOR_PARTS)]
-            serial = sum(tile["ns"][name] for name in model.PIPES)
-            rows.append([tile["allocation"], *(f"{x:.0f}" for x in ns), slowest, f"{longest:.0f}", f"{serial:.0f}"])
-    note = (
-        f"{MODEL} ns for 128 queries against 128 keys on one cube core and its two vector cores, D = {dim}, kernels as "
-        "written. Row reductions and the gaps after barriers are parts of vector."
-    )
-    header = ["allocation", *engines, *VECTOR_PARTS, "bound by", "overlap", "none"]
-    return Table(f"Engines per tile, D = {dim}", header, rows, note)
-
-
-def share_table(result: Record) -> Table:
-    """Return the cost of tiles in FP32 for the exact recovery, on the paper's shape."""
-    rows = []
-    for data, share in [*result["shares"].items(), ("every tile", 1.0)]:
-        chosen = pick(result["records"], case="paper", allocation=exact_name(share))
-        cells = [f"{each['ratio_overlap']:.2f} ({each['tflops']:.0f})" for each in chosen]
-        rows.append([data, percent(share), *cells])
-    note = f"{MODEL} Times as fast as fp32 on (1, 16, 1280, 128), and TFLOPS. Shares: stored RMSE runs."
-    return Table("Exact recovery by its tiles in FP32", ["data", "tiles in FP32", *result["scenarios"]], rows, note)
-
-
-def rounding_table(result: Record) -> Table:
-    """Return what unbiased rounding adds to the vector work of a task."""
-    rows = []
-    for each in result["roundings"]:
-        base, *longer = each["vector_us"].values()
-        cells = [f"{base:.1f}", *(f"{us:.1f} ({percent(us / base - 1)})" for us in longer)]
-        rows.append([each["kernel"], str(each["dim"]), str(each["keys"]), *cells])
-    note = f"{MODEL} us of a vector core for two query tiles of a head, and what they are longer."
-    return Table("Unbiased rounding", ["kernel", "D", "keys", *ROUNDINGS], rows, note)
-
-
-def input_tables(result: Record) -> list[Table]:
-    """Return how well lines fit the counts, the substitutions, and the rates with their sources."""
-    fits = [[name, percent(value)] for name, value in result["fit_residuals"].items()]
-    lines = [
-        [name, line["what"], ", ".join(f"{key} {value:+g}" for key, value in line["change"].items())]
-        for name, of_name in result["substitutions"].items()
-        for line in of_name
-    ]
-    rates = [
-        [name, f"{rate['value']:.6g}", rate["unit"], rate["source"], rate["inferred"] or "-"]
-        for name, rate in result["rates"].items()
-    ]
-    cycles = result["cycles_per_repeat"]
-    calls = "; ".join(f"{name} {fp32:g}, {fp16:g}" for name, (fp32, fp16) in cycles["fp32, fp16"].items())
-    of_fits = "Of any engine's count at any number of tiles, over that count."
-    of_lines = "Per score tile and group, D = 128: repeats of vector calls, bytes of queues, barriers."
-    of_rates = f"Cycles of a repeat of 256 bytes in FP32, FP16: {calls}. From {cycles['source']}."
-    return [
-        Table("Fits", ["kernel", "largest residual"], fits, of_fits),
-        Table("Substitutions", ["allocation", "what", "change"], lines, of_lines),
-        Table("Rates", ["rate", "value", "unit", "source", "inferred"], rates, of_rates),
-    ]
-
-
-def claim(result: Record) -> str:
-    """Return the published figures beside the model's."""
-    claims = result["claims"]
-    low, high = claims["speedup"]
-    parts = [f"{_range(result, scenario, 'paper-fp16')} {scenario}" for scenario in result["scenarios"]]
-    return (
-        f"{MODEL} Published for PASA: {low} to {high} times as fast as a vendor attention, up to "
-        f"{claims['tflops']:.0f} TFLOPS ({claims['source']}). The source names neither its chip nor the precision of "
-        f"its baseline. The speed of the model's paper-fp16, as a multiple of fp32's: {'; '.join(parts)}."
-    )
-
-
-EXPERIMENT = Experiment("npu-model", run_npu_model, report, "A model of an Ascend 910B3", appendix=appendix)
+EXPERIMENT = Experiment(
+    "npu-model", run_npu_model, report.report, "A model of an Ascend 910B3", report.figures, appendix=report.appendix
+)

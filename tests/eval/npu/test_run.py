@@ -9,7 +9,7 @@ import pytest
 
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import pick, stored
-from pasa.eval.npu import run
+from pasa.eval.npu import calibration, report, run
 from pasa.eval.npu.precision_variants import allocations
 
 SCORE_TILE = 128 * 128
@@ -57,17 +57,31 @@ def test_stored_result_follows_from_its_counts():
     assert output.jsonable(made["records"], output.RECORD_DIGITS) == STORED["records"]
     assert output.jsonable(made["tiles"]) == STORED["tiles"]
     assert output.jsonable(made["fit_residuals"]) == STORED["fit_residuals"]
+    assert output.jsonable(made["sensitivity"]) == STORED["sensitivity"]
+    assert output.jsonable(calibration.compare()) == STORED["calibration"]
     assert max(STORED["fit_residuals"].values()) < run.RESIDUAL_LIMIT == 0.005
 
 
 @pytest.mark.parametrize(("residual", "passed"), [(0.00499, True), (0.005, False), (0.00501, False), (math.nan, False)])
-def test_one_fit_beyond_the_limit_fails_the_gate(residual, passed, monkeypatch):
+def test_one_line_beyond_the_limit_fails_the_gate(residual, passed, monkeypatch):
     residuals = STORED["fit_residuals"] | {"exact, D = 64": residual}
+    assert gate(monkeypatch, residuals, STORED["calibration"])["passed"] is passed
+
+
+@pytest.mark.parametrize(("residual", "passed"), [(0.2599, True), (-0.2601, False), (0.26, False), (math.nan, False)])
+def test_one_measurement_beyond_the_limit_fails_the_gate(residual, passed, monkeypatch):
+    compared = [*STORED["calibration"], {"fitted": True, "residual": residual}, {"fitted": False, "residual": 9.0}]
+    assert gate(monkeypatch, STORED["fit_residuals"], compared)["passed"] is passed
+
+
+def gate(monkeypatch, residuals, compared):
+    """Return the gate of a run with these residuals of the lines and these measurements."""
     monkeypatch.setattr(run, "build", nullcontext)
     for name in ("count", "plan", "count_roundings"):
         monkeypatch.setattr(run, name, lambda *_: None)
     monkeypatch.setattr(run, "predict", lambda *_: {"fit_residuals": residuals})
-    assert run.run_npu_model()["gate"] == {"passed": passed}
+    monkeypatch.setattr(calibration, "compare", lambda: compared)
+    return run.run_npu_model()["gate"]
 
 
 def test_allocations_store_the_tiles_that_they_name():
@@ -85,27 +99,57 @@ def test_allocations_store_the_tiles_that_they_name():
 
 def test_more_rescued_tiles_are_never_faster():
     for case in STORED["cases"]:
-        for scenario in STORED["scenarios"]:
-            chosen = pick(STORED["records"], case=case["name"], scenario=scenario)
-            exact = [each for each in chosen if each["allocation"].startswith("exact")]
-            times = [e["none_ms"] for e in sorted(exact, key=lambda each: float(each["allocation"].split()[1]))]
-            assert times == sorted(times)
+        chosen = pick(STORED["records"], case=case["name"])
+        exact = [each for each in chosen if each["allocation"].startswith("exact")]
+        times = [e["overlap_ms"] for e in sorted(exact, key=lambda each: float(each["allocation"].split()[1]))]
+        assert times == sorted(times)
 
 
-def test_without_tiles_in_fp32_both_recoveries_are_modelled_faster_than_fp32_scores():
-    """Story: row reductions by whole repeats and a barrier behind every number of a row made both slower. In the other
-    scenario of vector work, queues at their widths, they still are."""
+def test_fp16_scores_are_modelled_slower_than_fp32_scores():
+    """Story: with the vendor's sustained rates both recoveries were modelled up to 1.3 times as fast as FP32 scores.
+    Measurements refute those rates. At rates that fit them the vector unit decides, and it has more to do."""
+    for name in ("paper", "exact 0 %", "exact 30.8 %"):
+        chosen = pick(STORED["records"], allocation=name)
+        assert max(each["ratio_overlap"] for each in chosen) < 0.9
+        assert {each["bound"] for each in chosen} == {"vector"}
+
+
+def test_which_conclusions_hold_where_one_rate_is_off():
+    """The default is slower than FP32 scores on some shape whatever rate is off, and on every shape unless a path to L2
+    is slower: then FP32 scores, which need more of its bytes, lose more."""
+    assert {(each["rate"], each["factor"]) for each in STORED["sensitivity"]} == {
+        (name, factor) for name in run.VARIED for factor in run.FACTORS
+    }
+    for name in ("exact 0 %", "exact 30.8 %"):
+        chosen = pick(STORED["sensitivity"], allocation=name)
+        assert max(each["lowest"] for each in chosen) < 0.9
+        faster = {(each["rate"], each["factor"]) for each in chosen if each["highest"] > 1}
+        assert faster == {("L2 read", 0.7), ("L2 write", 0.7)}
+    partial = pick(STORED["sensitivity"], allocation="partial")
+    assert {each["rate"] for each in partial if each["highest"] > 1} == {"L2 read", "L2 write", "vector"}
+
+
+def test_signs_of_the_sensitivity():
+    """FP16 scores gain where paths that carry them are slower, and where vector work and its barriers cost less."""
     for name in ("paper", "exact 0 %"):
-        ratios = {
-            scenario: [each["ratio_overlap"] for each in pick(STORED["records"], scenario=scenario, allocation=name)]
-            for scenario in ("as written", "peak")
-        }
-        assert min(ratios["as written"]) > 1.0 > max(ratios["peak"])
+        highest = {(e["rate"], e["factor"]): e["highest"] for e in pick(STORED["sensitivity"], allocation=name)}
+        for slower_is_better in ("L2 read", "L2 write", "vector barrier"):
+            assert highest[slower_is_better, 0.7] > highest[slower_is_better, 1.3]
+        assert highest["vector", 0.7] < highest["vector", 1.3]
 
 
 def test_every_prediction_says_that_it_is_a_model():
-    shown = [*run.report(STORED), *run.appendix(STORED)[:-3]]
-    assert all(getattr(each, "note", each).startswith("Model, not measured") for each in shown)
+    shown = [*report.report(STORED), *report.appendix(STORED)[:-3]]
+    measured = {"Calibration", "Published measurements"}
+    predicted = [each for each in shown if isinstance(each, str) or each.title not in measured]
+    assert len(predicted) == len(shown) - len(measured)
+    assert all(getattr(each, "note", each).startswith("Model, not measured") for each in predicted)
+
+
+def test_the_figure_is_drawn_from_the_stored_run(tmp_path):
+    (path,) = report.figures(STORED, tmp_path)
+    assert path.name == "npu_model.png"
+    assert path.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("missing", ["g++", "/nowhere/ascend_c"])
