@@ -237,7 +237,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
-    "whole_model": block("whole_model", whole_model.tables, whole_model.verdict),
+    "whole_gemma": block("whole_gemma", whole_model.tables, whole_model.verdict),
+    "whole_smollm2": block("whole_smollm2", whole_model.tables, whole_model.verdict),
     "whole_model_speed": lambda: whole_model_speed.combine(
         [stored(name) for name in RESULTS if name.startswith("whole_model on ")]
     ),

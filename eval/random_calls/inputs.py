@@ -129,7 +129,7 @@ def plant(params: Params, call: Call, rng: Random) -> None:
     x = {"query": call.q, "key": call.k, "value": call.v, "mask": call.mask}.get(name)
     if x is None or not x.is_floating_point():
         return
-    bad = GARBAGE[:2] if name == "mask" else GARBAGE
+    bad: tuple[float, ...] = GARBAGE[:2] if name == "mask" else GARBAGE
     if name == "key" and params["backend"] == SDPA and "group" in params:
         bad = GARBAGE[:1]
     alone = dataclasses.replace(call, causal=False) if call.sequences else call

@@ -258,11 +258,11 @@ def widen_owners(tracer: Tracer, plan: Plan, largest: Mapping[str, float]) -> No
         An outermost module owns one.
     """
     for name, value in largest.items():
-        island = name.rpartition(".")[0]
+        island = owner(name)
         if value <= LARGEST or inside(island, plan.islands):
             continue
         while island and island not in tracer.results:
-            island = island.rpartition(".")[0]
+            island = owner(island)
         if not island or island in tracer.outputs:
             raise NotImplementedError(
                 f"to_fp16: {name} reaches {value:.3g}, which FP16 cannot hold, and it cannot be scaled: keep this "
