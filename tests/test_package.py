@@ -25,6 +25,7 @@ def test_ascend_c_is_installed_with_all_its_sources(tmp_path):
 
     assert (tmp_path / "pasa/eval/models/diagnose/page.html").is_file(), "the template of the page"
     assert (tmp_path / "pasa/eval/models/zoo/fields.json").is_file(), "what makes models small"
+    assert (tmp_path / "pasa/eval/npu/rates.json").is_file(), "the command line reads it when it starts"
 
 
 def test_pre_commit_runs_the_same_ruff_as_the_test_script():

@@ -283,7 +283,8 @@ def _solve(beta0: float, n: int, scale: float, dtype: torch.dtype) -> OptimalBet
                 f"{where} the iteration left (0, 1) at {following!r}: start lower, or use a finer format"
             )
         if abs(following - beta) < TOLERANCE * beta:
-            return OptimalBeta(following, practical_invariance(following, n, scale=scale, dtype=dtype), iteration)
+            # Not `following`: an entry may lie on the other side of a rounding boundary there.
+            return OptimalBeta(beta, practical_invariance(beta, n, scale=scale, dtype=dtype), iteration)
         beta = following
     raise NoOptimalBetaError(f"{where} the iteration did not converge in {ITERATIONS_PER_KEY * n} steps")
 
