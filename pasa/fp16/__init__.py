@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from pasa.fp16 import running, sampling
+from pasa.fp16 import offloading, running, sampling
 from pasa.fp16.conversion import MARK, Conversion
 from pasa.fp16.handle import Fp16Handle, Fp16Report, ScaledModule
+from pasa.fp16.offloading import Weights
 from pasa.fp16.planning import LARGEST
 from pasa.keywords import hint_at_arguments
 from pasa.patching import PatchHandle, components_of, patch_pipeline
@@ -54,7 +55,7 @@ def to_fp16(
     ------
     NotImplementedError
         A tensor overflows and cannot be scaled, nor kept in FP32 within one module; weights are quantised or
-        offloaded. The message names the module.
+        offloaded to disk. The message names the module.
     OverflowError
         The model is infinite on the sample already in BF16.
     RuntimeError
@@ -80,8 +81,10 @@ def to_fp16(
     models = components_of(model_or_pipeline, "to_fp16")
     with running.plain(models):
         _check(models, margin, keep_original)
+    with running.plain(models), Weights(models) as weights:
+        _check_finite(models, weights)
         run = sampling.runner(model_or_pipeline, sample)
-        conversion = Conversion(models, run, margin)
+        conversion = Conversion(models, run, margin, weights)
         try:
             conversion.plan_and_convert()
             conversion.patch = _patched(model_or_pipeline, models, conversion)
@@ -131,14 +134,20 @@ def _check(models: Mapping[str, torch.nn.Module], margin: float, keep_original: 
             )
         if any(running.has_adapters(module) for module in model.modules()):
             raise NotImplementedError(f"to_fp16: {kind} has an adapter: merge it first (merge_and_unload, fuse_lora)")
+        offloaded = offloading.offloaded({"": model})
+        if name := next((name for name, on_disk in offloaded.items() if on_disk), None):
+            raise NotImplementedError(
+                f"to_fp16: {kind}'s {name} is offloaded to disk, where it cannot be scaled: convert the folder by pasa "
+                "to-fp16 FOLDER OUT, and load OUT in its place"
+            )
         for name, parameter in model.named_parameters():
-            _check_parameter(kind, name, parameter)
+            _check_parameter(kind, name, parameter, has_data=not parameter.is_meta or name in offloaded)
 
 
-def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter) -> None:
-    if parameter.is_meta:
+def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter, *, has_data: bool) -> None:
+    if not has_data:
         raise NotImplementedError(
-            f"to_fp16: {kind}'s {name} has no data (offloaded): load the model without offloading"
+            f"to_fp16: {kind}'s {name} is on the meta device and has no data: load the model's weights first"
         )
     if parameter.is_inference():
         raise NotImplementedError(
@@ -151,5 +160,13 @@ def _check_parameter(kind: str, name: str, parameter: torch.nn.Parameter) -> Non
         )
     if parameter.dtype not in DTYPES:
         raise NotImplementedError(f"to_fp16: {kind}'s {name} is {parameter.dtype}: load the model unquantised")
-    if not bool(parameter.isfinite().all()):
-        raise ValueError(f"to_fp16: {kind}'s {name} holds infinities or NaN: load the weights in FP32 or BF16")
+
+
+def _check_finite(models: Mapping[str, torch.nn.Module], weights: Weights) -> None:
+    for model in models.values():
+        for name, parameter in model.named_parameters():
+            if not bool(weights.load(parameter).isfinite().all()):
+                raise ValueError(
+                    f"to_fp16: {type(model).__name__}'s {name} holds infinities or NaN: load the weights in FP32 or "
+                    "BF16"
+                )

@@ -65,8 +65,8 @@ class CheckpointConversion(Conversion):
 
     def _check_reached(self, tracer: Tracer) -> None:
         """Refuse parameters that the sample does not reach, because their scale would be unknown."""
-        for name, data in self.originals.items():
-            if data.numel() > 1 and name not in tracer.parameters and name not in self._fixed:
+        for name, tensor in self._tensors().items():
+            if tensor.numel() > 1 and name not in tracer.parameters and name not in self._fixed:
                 raise NotImplementedError(
                     f"to-fp16: the sample does not reach {name}, so its power of two is not known: a longer text may "
                     "reach an expert; towers for images or sound are not supported"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pasa.fp16.confirming import confirm
 from pasa.fp16.exponents import add
 from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
+from pasa.fp16.offloading import Weights
 from pasa.fp16.paths import inside, owner
 from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for, widen_owners
 from pasa.fp16.tracing import TRACED, Tracer
@@ -44,11 +46,20 @@ class Conversion:
     run : callable
         Runs the model once on the sample.
     margin : float
+    weights : Weights, optional
+        The data of the models; it must hold offloaded tensors already.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], run: Callable[[], object], margin: float) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        run: Callable[[], object],
+        margin: float,
+        weights: Weights | None = None,
+    ) -> None:
         self.models, self.run, self.margin = models, run, margin
-        self.originals = {name: tensor.data for name, tensor in editing.named_tensors(models)}
+        self.weights = weights or Weights(models)
+        self._original = {name: self.weights.loader(tensor) for name, tensor in editing.named_tensors(models)}
         self.plan = Plan()
         self._fixed = self._wide = editing.computed_buffers(models)
         self._upcasts = [
@@ -56,6 +67,7 @@ class Conversion:
         ]
         self.patch: PatchHandle | None = None
         self.underflow = 0.0
+        self._lost = self._total = 0  # weights that scaling makes subnormal, and all of them
         self._unreached: list[str] = []
         self._unread: list[str] = []
         self._tracer = Tracer(models, {})
@@ -87,18 +99,23 @@ class Conversion:
                 epilogues[name] = running.Epilogue()
                 self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
-        peaks = {name: track.peaks(self.originals[name]).tolist() for name, track in tracer.parameters.items()}
+        peaks = {name: track.peaks(self._original[name]()).tolist() for name, track in tracer.parameters.items()}
         self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
-        shapes = {name: self.originals[name].shape for name in editing.parameter_names(self.models)}
+        tensors = self._tensors()
+        shapes = {name: tensors[name].shape for name in editing.parameter_names(self.models)}
         self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
         widen_owners(tracer, self.plan, dict(self._largest(shapes)))
-        self._set((name, editing.scaled(name, data.data, self.plan)) for name, data in self._tensors().items())
+        self._set(lambda name, data: editing.scaled(name, self._narrow(name, data), self.plan))
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
         for name, power in self.plan.epilogues.items():
             epilogues[name].factor = 2.0**-power
         confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
-        self._set(self._in_fp16())
+        self._round()
+
+    def _narrow(self, name: str, data: Tensor) -> Tensor:
+        """Return a tensor in BF16, but for computed buffers that keep their precision."""
+        return data if name in self._wide else data.to(TRACED)
 
     def _first_trace(self) -> Tracer:
         """Trace the model in BF16 with its computed buffers as they are, or in BF16 too where it does not run so.
@@ -107,7 +124,7 @@ class Conversion:
         """
         for wide in (self._wide, set[str]()):
             self._wide = wide
-            self._set((name, data if name in wide else data.to(TRACED)) for name, data in self.originals.items())
+            self._set(self._narrow)
             try:
                 return self._trace({})
             except Exception as error:
@@ -160,7 +177,8 @@ class Conversion:
         entries = list(self.plan.inputs)
         self._counters = counting.Counters(self.models, self._watched(), entries, self.margin, self._entered)
         self._hooks += self._counters.handles
-        self.originals = {name: data.cpu() for name, data in self.originals.items()} if keep else {}
+        kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
+        self._original = {name: partial(torch.Tensor.detach, data) for name, data in kept.items()}
         for model in self.models.values():
             device = next((parameter.device for parameter in model.parameters()), None)
             model.register_buffer(MARK, torch.ones((), dtype=torch.int64, device=device))
@@ -169,14 +187,12 @@ class Conversion:
 
     def undo(self) -> None:
         """Restore parameters, epsilons and attention."""
-        if not self.originals:
+        if not self._original:
             raise RuntimeError(
                 'to_fp16: the original was not kept, so undo is not possible: call to_fp16 with keep_original="cpu", '
                 "or load the model again"
             )
-        with running.plain(self.models):
-            devices = {name: tensor.device for name, tensor in self._tensors().items()}
-            self.originals = {name: data.to(devices.get(name, data.device)) for name, data in self.originals.items()}
+        with running.plain(self.models), self.weights:
             self.restore()
         self._undone = True
         for module in (module for model in self.models.values() for module in model.modules()):
@@ -196,7 +212,7 @@ class Conversion:
         if self._scaled_constants:
             editing.scale_constants(self.models, self.plan, back=True)
             self._scaled_constants = False
-        self._set(self.originals.items())
+        self._set(lambda name, data: data)
 
     def report(self) -> Fp16Report:
         """Return what was done; see :class:`Fp16Report`."""
@@ -218,11 +234,11 @@ class Conversion:
     def _tensors(self) -> dict[str, Tensor]:
         return dict(editing.named_tensors(self.models))
 
-    def _set(self, data: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the data of parameters and buffers, each before the next is made: memory holds no second model."""
-        tensors = self._tensors()
-        for name, replacement in data:
-            tensors[name].data = replacement
+    def _set(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Replace the data of all tensors by a function of name and original, one by one: there is no second model."""
+        for name, tensor in self._tensors().items():
+            if name in self._original:
+                self.weights.set(tensor, self._original[name], partial(change, name))
 
     def _set_upcasts(self, value: bool) -> None:
         """Say in the configs of autoencoders whether pipelines convert them to FP32."""
@@ -243,9 +259,9 @@ class Conversion:
 
     def _partitions(self, tracer: Tracer) -> dict[str, tuple[int, tuple[Cut, ...]]]:
         """Return the parts of fused parameters that the trace saw, where they fill the dimension without overlap."""
-        cuts = {}
+        cuts, sizes = {}, self._tensors()
         for name, (dim, parts) in tracer.shown.items():
-            size = self.originals[name].shape[dim]
+            size = sizes[name].shape[dim]
             covered = [index for part in parts for index in range(*part)]
             if sorted(covered) == list(range(size)):
                 cuts[name] = dim, tuple(sorted(parts))
@@ -254,32 +270,32 @@ class Conversion:
     def _largest(self, parameters: Container[str]) -> Iterable[tuple[str, float]]:
         """Yield the largest magnitudes of the scaled parameters and buffers that would be FP16, and may be read."""
         unread = {*self._wide, *self._unread, *self.plan.offsets}
-        for name, data in self.originals.items():
-            if data.ndim and name not in unread and not inside(name, self._unreached):
-                yield name, editing.largest(editing.scaled(name, data, self.plan), mask=name not in parameters)
+        for name, tensor in self._tensors().items():
+            if tensor.ndim and name not in unread and not inside(name, self._unreached):
+                data = editing.scaled(name, self._original[name](), self.plan)
+                yield name, editing.largest(data, mask=name not in parameters)
 
-    def _in_fp16(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield all parameters scaled and rounded, and count the weights that become subnormal by it."""
-        lost = total = 0
-        for name, data in self.originals.items():
-            if name in self._wide:
-                yield name, data
-                continue
-            if name in self._unread and self.plan.scales:
-                yield name, torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
-                continue
-            exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
-            if not data.ndim and data and not SMALLEST <= abs(float(data)) <= LARGEST:
-                yield name, exact.float()  # without dimensions it makes no result FP32
-                continue
-            if name in self.plan.offsets or inside(owner(name), self.plan.islands):
-                yield name, exact.float()
-                continue
-            if name in self.plan.scales:
-                lost += int(((exact.abs() < SMALLEST) & (data.abs() >= SMALLEST)).sum())
-            total += int((data != 0).sum())
-            yield name, exact.half()
-        self.underflow = lost / max(total, 1)
+    def _round(self) -> None:
+        """Scale and round all tensors, and count the weights that become subnormal by it."""
+        self._lost = self._total = 0
+        self._set(self._rounded)
+        self.underflow = self._lost / max(self._total, 1)
+
+    def _rounded(self, name: str, data: Tensor) -> Tensor:
+        """Return a parameter or buffer scaled, and in FP16 unless it has to be FP32."""
+        if name in self._wide:
+            return data
+        if name in self._unread and self.plan.scales:
+            return torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
+        exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
+        if not data.ndim and data and not SMALLEST <= abs(float(data)) <= LARGEST:
+            return exact.float()  # without dimensions it makes no result FP32
+        if name in self.plan.offsets or inside(owner(name), self.plan.islands):
+            return exact.float()
+        if name in self.plan.scales:
+            self._lost += int(((exact.abs() < SMALLEST) & (data.abs() >= SMALLEST)).sum())
+        self._total += int((data != 0).sum())
+        return exact.half()
 
     def _results(self) -> dict[str, Peak]:
         """Return the largest peak that each module itself returned, by the module's path."""

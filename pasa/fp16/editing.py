@@ -63,7 +63,7 @@ def unchanged(models: Models) -> Iterator[None]:
         for module in fresh:
             vars(module).pop(COLLECTING, None)
         for name, buffer in _buffers(models):
-            buffer.data = kept.get(name, buffer.data)
+            buffer.data = kept.get(name, buffer.data).to(buffer.device)  # offloading may have moved the model
     if new := [name for name, _ in _buffers(models) if name not in kept]:
         raise NotImplementedError(
             f"to_fp16: the model registers the buffer {new[0]} while it runs: load it again, and run it once before "

@@ -25,11 +25,16 @@ def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Calla
     for prefix, model in models.items():
         embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = embeddings()
-        if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16 or "forward" in vars(head):
+        if type(head) is not torch.nn.Linear or head.weight.dtype != torch.float16:
             continue
-        head.forward = Product(head)  # type: ignore[method-assign]
+        hooked = "_hf_hook" in vars(head)  # a hook of accelerate replaces the forward, and calls the old one
+        name = "_old_forward" if hooked else "forward"
+        if name in vars(head) and not (hooked and vars(head)[name] == type(head).forward.__get__(head)):
+            continue
+        undo = partial(setattr, head, name, vars(head)[name]) if hooked else partial(delattr, head, name)
+        setattr(head, name, Product(head))
         path = next(name for name, module in model.named_modules() if module is head)
-        widened.append((join(prefix, path), partial(delattr, head, "forward")))
+        widened.append((join(prefix, path), undo))
     return widened
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pasa.fp16 import offloading
 from pasa.fp16.containers import NESTED, float_leaves, replaced
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
@@ -28,7 +29,7 @@ CACHES = re.compile("past_key_values|cache")
 @contextmanager
 def plain(models: Models) -> Iterator[None]:
     """Leave inference mode and autocast inside: they would make parameters that cannot be used elsewhere, and casts."""
-    devices = {parameter.device.type for model in models.values() for parameter in model.parameters()}
+    devices = {device.type for device in offloading.devices(models)}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -107,8 +108,13 @@ class _Inputs:
         self.rest = next((each.name for each in parameters if each.kind == each.VAR_POSITIONAL), None)
         self.others = next((each.name for each in parameters if each.kind == each.VAR_KEYWORD), None)
         self.named = {each.name for each in parameters} - {self.rest, self.others}
-        first = {parameter.dtype: parameter for parameter in module.parameters() if parameter.is_floating_point()}
-        self.dtypes = [(parameter, dtype) for dtype, parameter in first.items()]
+        first = {
+            parameter.dtype: (each, name)  # and not the parameter, which offloading replaces
+            for each in module.modules()
+            for name, parameter in each._parameters.items()
+            if parameter is not None and parameter.is_floating_point()
+        }
+        self.dtypes = [(each, name, dtype) for dtype, (each, name) in first.items()]
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.entered.enter(self.path):
@@ -148,10 +154,11 @@ class _Inputs:
                 f"to_fp16: an adapter was loaded into {self.name} after it was scaled, and writes unscaled values: "
                 "undo, load (or merge) the adapter, then call to_fp16 again"
             )
-        for parameter, dtype in self.dtypes:
-            if parameter.dtype != dtype:
+        for owner, name, dtype in self.dtypes:
+            now = getattr(owner, name).dtype
+            if now != dtype:
                 raise RuntimeError(
-                    f"to_fp16: parameters of {self.name} changed from {dtype} to {parameter.dtype} after it was "
+                    f"to_fp16: parameters of {self.name} changed from {dtype} to {now} after it was "
                     "scaled: move it by to(device) alone, without half(), float() or a dtype"
                 )
         if module.training and torch.is_grad_enabled():

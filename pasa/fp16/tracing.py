@@ -23,6 +23,7 @@ from pasa.fp16 import offsets, rules
 from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.names import Names
+from pasa.fp16.offloading import moves_unseen
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
 from pasa.fp16.paths import join
 from pasa.fp16.tracks import Constant, Cut, Operation, Track
@@ -241,11 +242,13 @@ class Tracer(TorchDispatchMode):
         handles = [hooks.register_module_forward_hook(self._leave, always_call=True)]
         handles += [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.modules]
         try:
-            with torch.no_grad(), self:
+            with torch.no_grad(), moves_unseen(self.modules, self._unseen), self:
                 yield self
         finally:
             for handle in handles:
                 handle.remove()
+        for name in self.parameters.keys() - self.read - self.offsets.keys():  # copied, and read by nothing
+            del self.parameters[name]
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note which module runs; the inputs of an outermost module have exponents of their own."""

@@ -215,14 +215,6 @@ def test_an_adapter_of_peft():
         adapted(IDS)
 
 
-def test_offloaded_weights(model):
-    from accelerate import cpu_offload
-
-    cpu_offload(model, execution_device="cpu")
-    with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight has no data \(offloaded\)"):
-        pasa.to_fp16(model, SAMPLE)
-
-
 def test_a_device_map_without_offloading(model):
     from accelerate import dispatch_model
 

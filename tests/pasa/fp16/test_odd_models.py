@@ -306,3 +306,27 @@ def test_a_name_that_only_begins_like_a_mask_is_no_mask():
     run(model, X, attention_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match=r"was scaled for calls without .*masked_latents"):
         run(model, X, masked_latents=X.half())
+
+
+def test_a_parameter_that_is_only_moved_is_not_reached():
+    """Story: a model that was moved to its device inside of a call read all parameters, and one that no equation
+    binds was scaled because it was large: a later call that used it was wrong, without an error."""
+
+    class Moved(Stream):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+            with torch.no_grad():
+                self.other.weight.fill_(1e6)
+
+        def forward(self, x, other=False):
+            self.to("cpu:0")
+            stream = self.stream(x)
+            return self.head(self.norm(self.other(stream) if other else stream))
+
+    model = Moved()
+    truth = run(model, X)
+    pasa.to_fp16(model, X)
+    close(run(model, X), truth)
+    with pytest.raises(RuntimeError, match="the sample did not reach other"):
+        run(model, X, other=True)

@@ -1,0 +1,194 @@
+"""Weights that accelerate offloads: the same bits as without offloading, in the same place afterwards."""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from accelerate import hooks
+from accelerate.utils import OffloadedWeightsLoader
+from torch import nn
+
+import pasa
+from tests.pasa.fp16.models import FAMILIES, large, outputs
+from tests.pasa.fp16.test_diffusion_pipelines import build, models, run
+
+IDS = torch.arange(20)[None]
+OFFLOADED = ("qwen2", "qwen2_tied", "gemma3", "qwen3_moe", "t5", "clip_text")
+
+
+def dispatched(model):
+    """Offload as `dispatch_model` does, which itself offloads nothing where the main device is a CPU."""
+    parts = [name for name, _ in model.named_children()]
+    tied = {tensor.data_ptr(): {} for name, tensor in model.named_parameters() if name.endswith("embed_tokens.weight")}
+    hooks.attach_align_device_hook_on_blocks(
+        model,
+        execution_device=dict.fromkeys(["", *parts], "cpu"),
+        offload=dict.fromkeys(parts, True),
+        weights_map=OffloadedWeightsLoader(state_dict=dict(model.state_dict())),
+        offload_buffers=True,
+        tied_params_map=tied,
+    )
+    return model
+
+
+def by_class(model):
+    """Offload a model whose MLPs are loaded whole, as accelerate does where weights are used without a call."""
+    names = {type(module).__name__ for module in model.modules() if hasattr(module, "down_proj")}
+    return accelerate.cpu_offload(model, "cpu", preload_module_classes=[*names])
+
+
+WAYS = {
+    "cpu_offload": lambda model: accelerate.cpu_offload(model, "cpu"),
+    "with buffers": lambda model: accelerate.cpu_offload(model, "cpu", offload_buffers=True),
+    "dispatch_model": dispatched,
+    "whole classes": by_class,
+    "cpu_offload_with_hook": lambda model: accelerate.cpu_offload_with_hook(model, "cpu"),
+}
+
+
+def weights(model):
+    """Return all data of an offloaded model: what its hooks would load, and what it holds itself."""
+    found = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", [hook]):
+            if getattr(each, "offload", False):
+                names = [name for name, tensor in module.state_dict().items() if tensor.is_meta]
+                found |= {
+                    f"{path}.{name}": each.weights_map[name]
+                    for name in names
+                    if each.place_submodules or "." not in name
+                }
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", OFFLOADED)
+def test_an_offloaded_model_has_the_bits_of_one_in_memory(family, way):
+    plain = large(family)
+    pasa.to_fp16(plain, FAMILIES[family].inputs())
+    truth = outputs(plain, family)
+    model = large(family)
+    before = outputs(model, family)
+    WAYS[way](model)
+    data, meta = weights(model), {name for name, each in model.named_parameters() if each.is_meta}
+    with pasa.to_fp16(model, FAMILIES[family].inputs(), keep_original="cpu") as handle:
+        for _ in range(2):
+            same(outputs(model, family), truth)
+        assert {name for name, each in model.named_parameters() if each.is_meta} == meta
+        assert {tensor.dtype for tensor in weights(model).values() if tensor.is_floating_point()} <= {
+            torch.float16,
+            torch.float32,
+        }
+        assert handle.report().modules
+    same(weights(model), data)
+    same(outputs(model, family), before)
+
+
+def test_host_memory_holds_fp16_alone():
+    """The maps of weights hold no original any more, and tied weights are there once."""
+    model = large("qwen2_tied")
+    data = {name: tensor.data for name, tensor in model.named_parameters()}
+    accelerate.cpu_offload(model, "cpu")
+    pasa.to_fp16(model, IDS)
+    after = weights(model)
+    maps = [model.model.embed_tokens._hf_hook.weights_map, model.lm_head._hf_hook.weights_map]
+    assert maps[0]["weight"].data_ptr() == maps[1]["weight"].data_ptr() != data["model.embed_tokens.weight"].data_ptr()
+    assert all(after[name].dtype == torch.float16 for name in data)
+
+
+@pytest.mark.parametrize("failing", ["sample", "overflow"])
+def test_an_error_leaves_the_weights_where_they_were(failing):
+    model = large("qwen2")
+    if failing == "overflow":
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
+    accelerate.cpu_offload(model, "cpu")
+    data = weights(model)
+    with pytest.raises(ValueError if failing == "sample" else OverflowError):
+        pasa.to_fp16(model, IDS + (1000 if failing == "sample" else 0))
+    same(weights(model), data)
+    assert all(each.is_meta for each in model.parameters())
+
+
+def test_an_offloaded_weight_that_is_infinite():
+    model = large("qwen2")
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.inf
+    accelerate.cpu_offload(model, "cpu")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds infinities or NaN"):
+        pasa.to_fp16(model, IDS)
+
+
+def test_what_is_on_disk_is_refused_by_name(tmp_path):
+    model = large("qwen2")
+    accelerate.disk_offload(model, tmp_path, "cpu")
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(
+        NotImplementedError, match=r"embed_tokens.weight is offloaded to disk, .* pasa to-fp16 FOLDER OUT"
+    ):
+        pasa.to_fp16(model, IDS)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_parameters_without_data_are_refused():
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(NotImplementedError, match="weight is on the meta device and has no data"):
+        pasa.to_fp16(model, torch.zeros(1, 3))
+
+
+def sequential(pipeline):
+    """Offload as `enable_sequential_cpu_offload` does, which refuses a machine without an accelerator."""
+    for model in models(pipeline).values():
+        accelerate.cpu_offload(model, "cpu", offload_buffers=len(model._parameters) > 0)
+
+
+@pytest.mark.parametrize("offload", [lambda each: each.enable_model_cpu_offload(device="cpu"), sequential])
+def test_pictures_of_an_offloaded_pipeline(offload):
+    name = "StableDiffusionXLPipeline"
+    plain, call = build(name)
+    pasa.to_fp16(plain, {**call, "generator": torch.Generator().manual_seed(0)})
+    truth = run(plain, call)
+    pipeline, call = build(name)
+    offload(pipeline)
+    before = {part: weights(model) for part, model in models(pipeline).items()}
+    with pasa.to_fp16(pipeline, {**call, "generator": torch.Generator().manual_seed(0)}, keep_original="cpu"):
+        for _ in range(2):
+            assert torch.equal(run(pipeline, call), truth)
+    for part, model in models(pipeline).items():
+        same(weights(model), before[part])
+
+
+def test_a_hook_loads_no_other_tensor_from_memory_that_is_free():
+    """Story: accelerate finds copies of tied weights by their address, which another tensor may have after scaling."""
+    model = large("qwen2_tied")
+    dispatched(model)
+    pasa.to_fp16(model, IDS)
+    assert not any(copies for copies in model.lm_head._hf_hook.tied_params_map.values())
+
+
+def test_buffers_that_an_offloaded_model_writes_are_not_those_of_the_sample():
+    class Averages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.add_(x.mean(0))
+            return self.linear(x)
+
+    model = Averages().eval()
+    accelerate.cpu_offload(model, "cpu", offload_buffers=True)
+    pasa.to_fp16(model, torch.ones(2, 4))
+    assert weights(model)[".mean"].tolist() == [0] * 4
+    assert copy.deepcopy(weights(model))[".mean"].dtype == torch.float16
