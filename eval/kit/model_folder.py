@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import textwrap
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from pasa.first_nonfinite import is_finite
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 OTHER = "of another shape than config.json says"
+STREAMING = (5, 23)  # first version of transformers that was found to run models from disk as it runs them in memory
 SHOWN_LETTERS = 300  # of an error of a library
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 """Loading options for folders from others: no pickle is read, and no code of theirs is run."""
@@ -56,10 +58,13 @@ def readable(path: str) -> Iterator[None]:
         ) from error
 
 
-def load_folder(path: str, dtype: torch.dtype = torch.float32, kind: Any = None) -> tuple[Any, Any]:
+def load_folder(
+    path: str, dtype: torch.dtype = torch.float32, kind: Any = None, offload: str | None = None
+) -> tuple[Any, Any]:
     """Load a language model and its tokenizer from a folder, from safetensors and without running its code.
 
-    `kind` is the class of the model, by default the causal one that fits the configuration.
+    `kind` is the class of the model, by default the causal one that fits the configuration. With `offload`, a folder
+    for tensors that are stored in another form, weights stay on disk, and are loaded for each call of their module.
 
     Raise ValueError if weights are missing or have another shape, because transformers fills them with random numbers.
     """
@@ -69,8 +74,9 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32, kind: Any = None)
         raise FileNotFoundError(f"model {path!r} has no tokenizer (none of {files}): download all files of the model")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with readable(path), _quiet():
+    with readable(path), quiet():
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **SAFE}
+        options |= on_disk(offload) if offload else {}
         model, info = (kind or AutoModelForCausalLM).from_pretrained(path, **options)
     lacking = {
         **dict.fromkeys(info["missing_keys"], "missing"),
@@ -82,7 +88,7 @@ def load_folder(path: str, dtype: torch.dtype = torch.float32, kind: Any = None)
             f"model {path!r}: {name} is {lacking[name]} ({len(lacking)} weights in all), and would be random: download "
             "all files of the model, or correct its config.json"
         )
-    broken = next((name for name, x in model.named_parameters() if not is_finite(x)), None)
+    broken = next((name for name, x in model.named_parameters() if not (x.is_meta or is_finite(x))), None)
     if broken is not None and dtype == torch.float32:  # FP16 may have made an infinity of a large weight
         raise ValueError(f"model {path!r}: {broken} holds NaN or infinity, which no attention repairs: load it again")
     with readable(path):
@@ -93,14 +99,28 @@ def _name(mismatch: Any) -> str:
     return str(mismatch[0] if isinstance(mismatch, (tuple, list)) else mismatch)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the report of transformers on missing weights off the screen: an error of one line replaces it."""
-    from transformers.utils import logging
+def on_disk(offload: str) -> dict[str, Any]:
+    """Return the options of ``from_pretrained`` that leave all weights on disk, or none with an older transformers.
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    Those before `STREAMING` do not find tied weights there, or compute wrong logits (DeepSeek-V2 with 5.0.0).
+    """
+    import transformers
+
+    version = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2]))
+    return {"device_map": {"": "disk"}, "offload_folder": offload} if version >= STREAMING else {}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the report of transformers on missing weights off the screen: an error of one line replaces it."""
+    from transformers.utils import logging as transformers_logging
+
+    before, accelerate = transformers_logging.get_verbosity(), logging.getLogger("accelerate")
+    level = accelerate.level
+    transformers_logging.set_verbosity_error()
+    accelerate.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        transformers_logging.set_verbosity(before)
+        accelerate.setLevel(level)

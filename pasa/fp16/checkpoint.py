@@ -20,6 +20,7 @@ from pasa.fp16 import editing, epsilons
 from pasa.fp16.conversion import Conversion
 from pasa.fp16.epsilons import Entry
 from pasa.fp16.handle import ScaledModule
+from pasa.fp16.offloading import Weights
 from pasa.fp16.planning import LARGEST, Plan
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant, Cut
@@ -40,10 +41,12 @@ class CheckpointConversion(Conversion):
     run : callable
         Runs the model once on the sample.
     margin : float
+    weights : Weights, optional
+        The data of the model, which may be on disk.
     """
 
-    def __init__(self, model: Any, run: Callable[[], object], margin: float) -> None:
-        super().__init__({"": model}, run, margin)
+    def __init__(self, model: Any, run: Callable[[], object], margin: float, weights: Weights | None = None) -> None:
+        super().__init__({"": model}, run, margin, weights)
         self.entries = epsilons.entries_of(model)
         self.values: dict[Entry, tuple[float, float]] = {}
         self._scalable: dict[Entry, Constant] = {}
@@ -71,6 +74,13 @@ class CheckpointConversion(Conversion):
                     f"to-fp16: the sample does not reach {name}, so its power of two is not known: a longer text may "
                     "reach an expert; towers for images or sound are not supported"
                 )
+
+    def _round(self) -> None:
+        """Count the weights that become subnormal; they are rounded when they are written."""
+        self._lost = self._total = 0
+        for name, original in self._original.items():
+            self._rounded(name, original())
+        self.underflow = self._lost / max(self._total, 1)
 
     def plan_checkpoint(self) -> None:
         """Choose the powers of two, check them by a second trace, and note the new entries of config.json.
@@ -132,6 +142,12 @@ class Powers:
 
     factors: dict[str, Tensor] = field(default_factory=dict)
     offsets: dict[str, float] = field(default_factory=dict)
+
+    def dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor is written."""
+        if not dtype.is_floating_point or name not in self.factors:
+            return dtype
+        return torch.float32 if name in self.offsets else torch.float16
 
     def apply(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor as it is written: FP16, or FP32 where the model adds a number to it.

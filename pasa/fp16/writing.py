@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pasa.fp16.checkpoint import Powers
-from pasa.prediction.checkpoint import WEIGHT_FILES, Checkpoint
+from pasa.prediction.checkpoint import CODES, WEIGHT_FILES, Checkpoint
 
 MANIFEST = "pasa_fp16.json"
 NOTE = "FP16.md"
@@ -104,7 +107,7 @@ class Writer:
 
     def _is_wide(self) -> bool:
         """Return whether the original is in FP32, so that its files become half as large."""
-        return self.source.get(next(iter(sorted(self.source.files)))).dtype.itemsize >= 4
+        return self.source.dtype(min(self.source.files)).itemsize >= 4
 
     def write(self, config: Mapping[str, Any], note: str, details: Mapping[str, Any]) -> int:
         """Write all files, the manifest last; return how many shards were there already.
@@ -146,18 +149,26 @@ class Writer:
             return False
 
     def _write_shard(self, shard: str) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        names = self._names(shard)
-        tensors = {name: self.powers.apply(name, self.source.get(name)).contiguous() for name in names}
+        """Write a file of safetensors, one tensor after the other: memory holds no second one."""
+        head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        codes = {dtype: code for code, dtype in CODES.items()}
+        dtypes, end = {}, 0
+        for name in self._names(shard):
+            shape = self.source.shape(name)
+            dtypes[name] = self.powers.dtype(name, self.source.dtype(name))
+            begin, end = end, end + math.prod(shape) * dtypes[name].itemsize
+            head[name] = {"dtype": codes[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)  # so that the data are aligned
 
         def save(place: Path) -> None:
-            try:
-                save_file(tensors, str(place), metadata={"format": "pt"})
-            except SafetensorError as error:
-                full = "space left" in str(error) or "os error 28" in str(error)
-                raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from None
+            with place.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name, dtype in dtypes.items():
+                    data = self.powers.apply(name, self.source.get(name)).contiguous()
+                    if data.dtype != dtype:
+                        raise AssertionError(f"{name} is {data.dtype}, and not {dtype}")
+                    file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
         self._put(shard, save)
 

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CODES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""The dtypes that are read, by their names in safetensors files."""
+READABLE = tuple(CODES.values())
+QUANTISED = "quantised weights are not supported; pass the unquantised checkpoint"
 WEIGHT_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 OTHER_WEIGHTS = (".bin", ".ckpt", ".gguf", ".pt", ".pth", ".safetensors")
 """Suffixes of weight files that are not read; they are named in the error message.
@@ -161,6 +164,14 @@ class Checkpoint:
         with self._open(name) as file:
             return tuple(file.get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Read the dtype of a tensor from the head of its file."""
+        with self._open(name) as file:
+            code = file.get_slice(name).get_dtype()
+        if code not in CODES:
+            raise NotImplementedError(f"{self.label}: {name} is {code}: {QUANTISED}")
+        return CODES[code]
+
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
@@ -176,8 +187,7 @@ class Checkpoint:
 def check_dtype(label: str, name: str, tensor: Tensor) -> Tensor:
     """Return the tensor; refuse dtypes that are not plain floating point, as quantised weights need their scales."""
     if tensor.dtype not in READABLE:
-        advice = "quantised weights are not supported; pass the unquantised checkpoint"
-        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: {advice}")
+        raise NotImplementedError(f"{label}: {name} is {tensor.dtype}: {QUANTISED}")
     return tensor
 
 

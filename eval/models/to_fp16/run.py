@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +18,13 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.model_folder import load_folder
+from pasa.eval.kit.model_folder import load_folder, on_disk, quiet
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.to_fp16.sample import TEXT
-from pasa.fp16 import writing
+from pasa.fp16 import running, writing
 from pasa.fp16.checkpoint import CheckpointConversion, check_names, note_of, open_source, powers_of, scaled_config
+from pasa.fp16.offloading import Weights
 from pasa.fp16.planning import LARGEST
 from pasa.prediction.checkpoint import Checkpoint
 
@@ -54,13 +57,13 @@ def run_to_fp16(
     checkpoint = open_source(folder)
     writing.check_places(folder, target, force=force)
     say("loading the model")
-    model, tokenizer = _load(folder, checkpoint)
-    ids = tokens(model, tokenizer, text)
-    before = None if skip_check else score(model, ids)
-    say("choosing powers of two")
-    conversion = CheckpointConversion(model, _runner(model, ids), margin)
-    conversion.plan_checkpoint()
-    powers = powers_of(model, conversion.plan)
+    with _on_disk(folder, checkpoint, target) as (model, tokenizer, weights):
+        ids = tokens(model, tokenizer, text)
+        before = None if skip_check else score(model, ids)
+        say("choosing powers of two")
+        conversion = CheckpointConversion(model, _runner(model, ids), margin, weights)
+        conversion.plan_checkpoint()
+        powers = powers_of(model, conversion.plan)
     check_names(checkpoint, powers)
     values, hidden = conversion.values, conversion.hidden_states()
     config = scaled_config(checkpoint.config, model, values)
@@ -86,7 +89,7 @@ def run_to_fp16(
     details = {"peaks": result["records"], "hidden_states": hidden, "underflow": result["underflow"]}
     kept = writer.write(config, note_of(values, powers, hidden), details)
     say("running the written checkpoint")
-    after = None if skip_check else score(kind.from_pretrained(target, dtype=torch.float16).eval(), ids)
+    after = None if skip_check else _score_written(kind, target, ids)
     compared = compare(before, after)
     checks = {"finite in FP16": compared is None or compared["finite"]}
     checks["best tokens agree"] = compared is None or compared["top1"] >= AGREEING
@@ -101,8 +104,22 @@ def run_to_fp16(
     }
 
 
-def _load(folder: Path, checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """Load a model in BF16 if all its weights are, otherwise in FP32, as the class that its configuration names."""
+@contextmanager
+def _scratch(target: Path) -> Iterator[str]:
+    """Make a folder beside the output for tensors that transformers stores in another form, such as fused experts."""
+    place = target.absolute().parent
+    while not place.is_dir():
+        place = place.parent
+    with tempfile.TemporaryDirectory(prefix=".pasa-", dir=place) as scratch:
+        yield scratch
+
+
+@contextmanager
+def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tuple[Any, Any, Weights]]:
+    """Load a model whose weights stay on disk, in BF16 if they all are and otherwise in FP32, and its tokenizer.
+
+    The class is the one that its configuration names. Memory holds the weights of one module at a time.
+    """
     import transformers
 
     names = checkpoint.config.get("architectures") or []
@@ -115,13 +132,23 @@ def _load(folder: Path, checkpoint: Checkpoint) -> tuple[Any, Any]:
         raise NotImplementedError(
             f"to-fp16: {str(folder)!r} is a {names[0]}, which is no language model: load it and call pasa.to_fp16"
         )
-    stored = {checkpoint.get(name).dtype for name in checkpoint.names}
+    stored = {checkpoint.dtype(name) for name in checkpoint.names}
     dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
-    model, tokenizer = load_folder(str(folder), dtype, kind)
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise ValueError(f"to-fp16: {name} of {str(folder)!r} holds infinities or NaN: load the checkpoint again")
-    return model, tokenizer
+    with _scratch(target) as scratch:
+        model, tokenizer = load_folder(str(folder), dtype, kind, scratch)
+        with running.plain({"": model}), Weights({"": model}) as weights:
+            for name, parameter in model.named_parameters():
+                if not bool(weights.load(parameter).isfinite().all()):
+                    raise ValueError(
+                        f"to-fp16: {name} of {str(folder)!r} holds infinities or NaN: load the checkpoint again"
+                    )
+            yield model, tokenizer, weights
+
+
+def _score_written(kind: Any, target: Path, ids: Tensor) -> Run:
+    """Return the score of the written checkpoint, loaded by transformers alone; its weights stay on disk too."""
+    with _scratch(target) as scratch, quiet():
+        return score(kind.from_pretrained(target, dtype=torch.float16, **on_disk(scratch)).eval(), ids)
 
 
 def tokens(model: Any, tokenizer: Any, text: str) -> Tensor:

@@ -4,19 +4,25 @@ import json
 import resource
 import shutil
 import signal
+import weakref
 
 import pytest
 import torch
+from accelerate.utils import OffloadedWeightsLoader
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pasa.eval import cli
+from pasa.eval.kit import model_folder
 from pasa.eval.models.to_fp16 import run
 from pasa.eval.models.to_fp16.run import run_to_fp16
-from pasa.fp16 import writing
+from pasa.fp16 import offloading, writing
 from pasa.fp16.checkpoint import CheckpointConversion
 from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, contents, save, tokenizer
 
+DEEP = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256}
+SHARE = 0.03
+"""Largest share of a model's weights that is in memory at once: a projection of one of 24 layers, and copies of it."""
 COMPARED = {"finite": True, "perplexity": 9.0, "perplexity_before": 9.0, "dtype_before": "float32", "top1": 1.0}
 IDS = torch.arange(3, 40)[None]
 
@@ -94,6 +100,71 @@ def test_results_that_would_have_to_be_scaled_behind_their_module_are_refused_by
     conversion = CheckpointConversion(model, lambda: model(IDS), 4.0)
     with pytest.raises(NotImplementedError, match=r"^to-fp16: model.embed_tokens adds .* call pasa.to_fp16$"):
         conversion.plan_checkpoint()
+
+
+class Resident:
+    """Counts the bytes of weights in memory: those read from files that still live, and those that a model holds."""
+
+    def __init__(self, monkeypatch):
+        self.peak, self.model, self.read = 0, None, weakref.WeakSet()
+        enter, load = offloading._Held.enter, OffloadedWeightsLoader.__getitem__
+        monkeypatch.setattr(offloading._Held, "enter", lambda held: (enter(held), self.look())[0])
+        monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", lambda *args: self.look(load(*args)))
+        loaded = run.load_folder
+        monkeypatch.setattr(run, "load_folder", lambda *args: self.look_at(loaded(*args)))
+
+    def look_at(self, loaded):
+        self.model = loaded[0]
+        return loaded
+
+    def look(self, tensor=None):
+        if tensor is not None:
+            self.read.add(tensor)
+        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*self.read, *self.parameters()]}
+        self.peak = max(self.peak, sum(held.values()))
+        return tensor
+
+    def parameters(self):
+        return [x for x in self.model.parameters() if not x.is_meta] if self.model is not None else []
+
+
+def test_memory_holds_a_small_share_of_the_weights_and_the_powers_are_the_same(tmp_path, monkeypatch):
+    """The model is run from disk, one module at a time; one that is loaded whole has the same powers and peaks."""
+    from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | DEEP, **HEADS))
+    with torch.no_grad():
+        for layer in model.model.layers[3::4]:
+            layer.mlp.down_proj.weight.mul_(1e7)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    whole = tmp_path / "whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(model_folder, "STREAMING", (99,))
+        resident = Resident(patch)
+        in_memory = run_to_fp16(str(tmp_path / "model"), str(whole))
+        assert not resident.peak, "nothing is read from disk while it runs"
+    with monkeypatch.context() as patch:
+        resident = Resident(patch)
+        streamed = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"))
+    assert 0 < resident.peak < SHARE * size
+    assert streamed["settings"]["powers"]
+    for entry in ("settings", "records", "hidden_states", "underflow", "check", "gate"):
+        assert streamed[entry] == in_memory[entry]
+    assert contents(tmp_path / "out") == contents(whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "whole", "out"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_on_disk_has_the_powers_of_one_in_memory(family, tmp_path, monkeypatch):
+    save(family, tmp_path / "model", max_shard_size="20KB")
+    streamed = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "out"))
+    monkeypatch.setattr(model_folder, "STREAMING", (99,))
+    in_memory = run_to_fp16(str(tmp_path / "model"), str(tmp_path / "whole"))
+    assert streamed | {"out": ""} == in_memory | {"out": ""}
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
