@@ -11,9 +11,10 @@ from pasa.fp16 import offloading, running, sampling
 from pasa.fp16.conversion import MARK, Conversion
 from pasa.fp16.handle import Fp16Handle, Fp16Report, ScaledModule
 from pasa.fp16.offloading import Weights
+from pasa.fp16.paths import inside
 from pasa.fp16.planning import LARGEST
 from pasa.keywords import hint_at_arguments
-from pasa.patching import PatchHandle, components_of, patch_pipeline
+from pasa.patching import PatchHandle, Policy, components_of, patch_pipeline
 from pasa.patching.callbacks import patched_modules
 
 __all__ = ["Fp16Handle", "Fp16Report", "ScaledModule", "to_fp16"]
@@ -88,6 +89,7 @@ def to_fp16(
         try:
             conversion.plan_and_convert()
             conversion.patch = _patched(model_or_pipeline, models, conversion)
+            conversion.widen_scores([name for name, *_ in patched_modules(models)])
             conversion.run_in_fp16()
         except BaseException:
             conversion.restore()
@@ -99,11 +101,13 @@ def to_fp16(
 def _patched(
     model_or_pipeline: Any, models: Mapping[str, torch.nn.Module], conversion: Conversion
 ) -> PatchHandle | None:
-    """Patch attention, unless it is patched already or there is none that stores scores."""
+    """Patch attention, unless it is patched already, stores no scores, or runs in FP32."""
     if any(patched_modules(models)):
         return None
+    islands = conversion.plan.islands
+    policy: Policy = (lambda name, _: not inside(name, islands)) if islands else "all"
     try:
-        return patch_pipeline(model_or_pipeline)
+        return patch_pipeline(model_or_pipeline, policy=policy)
     except (TypeError, NotImplementedError) as error:
         module = conversion.stores_scores()
         if module is None:

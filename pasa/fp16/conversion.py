@@ -19,7 +19,7 @@ from pasa.fp16.handle import Fp16Report, ScaledModule
 from pasa.fp16.logits import widen_logits
 from pasa.fp16.offloading import Weights
 from pasa.fp16.paths import inside, owner
-from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for, widen_owners
+from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for, widen_owners, widen_scores
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -134,6 +134,13 @@ class Conversion:
                     raise
         raise AssertionError("unreachable")
 
+    def widen_scores(self, patched: Iterable[str]) -> None:
+        """Keep modules in FP32 whose attention scores FP16 cannot hold, but for those whose attention is patched."""
+        before = self.plan.islands
+        widen_scores(self._tracer, self.plan, patched, self.margin)
+        if self.plan.islands.keys() != before.keys():
+            self._round()
+
     def run_in_fp16(self) -> None:
         """Run the sample in FP16.
 
@@ -145,7 +152,7 @@ class Conversion:
         entered = self._entered
         self._hooks += running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
         self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
-        self._hooks += running.hook_islands(self.models, self.plan)
+        self._hooks += running.hook_islands(self.models, self.plan, self._tracer)
         self._widened = widen_logits(self.models)
         with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:
@@ -168,8 +175,8 @@ class Conversion:
 
     def stores_scores(self) -> str | None:
         """Return a module that computes attention scores by itself, or None; fused attention keeps them in FP32."""
-        stored = (operation.module or "the model" for operation in self._tracer.operations if operation.scores)
-        return next(stored, None)
+        scores = (operation.module for operation in self._tracer.operations if operation.scores)
+        return next((name or "the model" for name in scores if not inside(name, self.plan.islands)), None)
 
     def start(self, name: str, *, keep: bool) -> None:
         """Begin to count values beyond the margin, and forget the original unless it is kept."""
@@ -305,7 +312,7 @@ class Conversion:
                 by_index[peak.index] = peak
         results: dict[str, Peak] = {}
         for module, indices in self._tracer.results.items():
-            for index in indices:
+            for index in indices.values():
                 if index in by_index and (module not in results or results[module].value < by_index[index].value):
                     results[module] = by_index[index]
         for module in self.plan.epilogues.keys() & results.keys():

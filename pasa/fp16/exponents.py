@@ -44,7 +44,7 @@ class Equations:
     reasons : dict of int to str
         The equation that fixed each of them, as text.
     parents : dict of int to tuple of int
-        The unknowns in that equation that were free then.
+        The other unknowns in that equation.
     """
 
     names: list[str] = field(default_factory=list)
@@ -77,22 +77,26 @@ class Equations:
         Of the unknowns in it, the one that the forward pass met last is solved for. So what is met first stays free:
         the embedding of a residual stream, and not one of the many layers that write to it later.
         """
-        difference = self.resolve(add(first, second, -1))
+        written = add(first, second, -1)
+        difference = self.resolve(written)
         if not difference:
             return
         last = max(difference, key=lambda unknown: (abs(difference[unknown]) == 1, unknown))
         coefficient = difference.pop(last)
         self.solved[last] = multiply(difference, -1 / coefficient)
-        self.reasons[last], self.parents[last] = reason, tuple(difference)
+        self.reasons[last] = reason
+        self.parents[last] = tuple(sorted(written.keys() | difference.keys() - {last}))
 
     def why(self, form: Form) -> str:
-        """Return the equation that leaves a form no freedom: the last one on the way from it to 0."""
+        """Return the equation that leaves a form no freedom: of those on the ways from it to 0, the one met first."""
         behind, met, reason = list(form), set(form), "no parameter before it can be scaled"
+        roots = []
         while behind:
             unknown = behind.pop(0)
             reason = self.reasons.get(unknown, reason)
+            others = [each for each in self.parents.get(unknown, ()) if each not in met]
             if unknown in self.solved and not self.parents[unknown]:
-                return reason
-            behind += [each for each in self.parents.get(unknown, ()) if each not in met]
-            met.update(behind)
-        return reason
+                roots.append(unknown)
+            behind += others
+            met.update(others)
+        return self.reasons[min(roots)] if roots else reason

@@ -104,4 +104,4 @@ SCORES = _names(
     add sub mul div where masked_fill clone _to_copy amax max maximum cat
     """
 )
-"""Operators between a product of queries and keys and its softmax."""
+"""Operators between a product of queries and keys and its softmax; in place, too."""

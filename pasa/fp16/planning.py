@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pasa.fp16.exponents import Form
@@ -111,7 +111,7 @@ def plan_for(tracer: Tracer, parameter_peaks: Mapping[str, Sequence[float]], mar
     """
     plan = Plan(peaks=list(peaks_of(tracer, margin)))
     plan.islands = find_islands(tracer, plan.peaks)
-    returned = {index for island in plan.islands for index in tracer.results[island]}
+    returned = {index for island in plan.islands for index in tracer.results[island].values()}
     counted = [peak for peak in plan.peaks if peak.index in returned or not inside(peak.module, plan.islands)]
     for name, track in tracer.parameters.items():
         if not inside(name, plan.islands):
@@ -226,7 +226,7 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
         while (
             not island
             or island not in tracer.results
-            or (island not in tracer.epilogues and any(result in stuck for result in tracer.results[island]))
+            or (island not in tracer.epilogues and any(result in stuck for result in tracer.results[island].values()))
         ):
             if island in tracer.outputs or not island:  # lists of modules have no results, and are passed by
                 raise NotImplementedError(
@@ -240,6 +240,34 @@ def find_islands(tracer: Tracer, peaks: list[Peak]) -> dict[str, str]:
             why = _why(tracer, peak)
             islands[island] = f"{peak.operation} reaches {peak.value:.3g} and cannot be scaled because of {why}"
     return islands
+
+
+def widen_scores(tracer: Tracer, plan: Plan, patched: Iterable[str], margin: float) -> None:
+    """Let modules stay in FP32 that compute attention scores which FP16 cannot hold, and that are not patched.
+
+    Raises
+    ------
+    NotImplementedError
+        An outermost module computes them.
+    """
+    served = {*patched}
+    for operation in tracer.operations:
+        island = operation.module
+        if not operation.scores or operation.peaks is None or inside(island, served | plan.islands.keys()):
+            continue
+        value = float(operation.peaks.max())
+        if not LARGEST < value * margin < INFINITE:  # the lowest number of a dtype is that of FP16's where it is added
+            continue
+        while island and island not in tracer.results:
+            island = owner(island)
+        if not island or island in tracer.outputs:
+            raise NotImplementedError(
+                f"to_fp16: {operation.module or 'the model'} stores attention scores up to {value:.3g}, which FP16 "
+                "cannot hold with a margin, and its attention cannot be patched: call scaled_dot_product_attention "
+                "there"
+            )
+        plan.islands = {inner: why for inner, why in plan.islands.items() if not inside(inner, [island])}
+        plan.islands[island] = f"its attention scores reach {value:.3g}, and it cannot be patched"
 
 
 def widen_owners(tracer: Tracer, plan: Plan, largest: Mapping[str, float]) -> None:

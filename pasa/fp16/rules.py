@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pasa.fp16.exponents import Form, add, multiply
+from pasa.fp16.exponents import add, multiply
+from pasa.fp16.norms import batch_norm, norm, weight_norm
 from pasa.fp16.offsets import offset
+from pasa.fp16.operands import floats, holds_values, pinned, track_of
 from pasa.fp16.operators import (
     ATTENTION,
     COMPARISONS,
@@ -56,10 +58,15 @@ def apply(tracer: Tracer, operation: Operation, args: Any, kwargs: Any, out: Any
         _view(tracer, name, args, out)
         return
     changes = any(isinstance(leaf, Tensor) and not holds_values(leaf) for leaf in tree_leaves(out))
-    if "out" in kwargs or (changes and not _floats(out) and name not in COMPARISONS):
-        track = _pinned(tracer, operation, args, kwargs)  # written elsewhere, or made whole numbers
+    track: Track | list[Track]
+    if "out" in kwargs or (changes and not floats(out) and name not in COMPARISONS):
+        track = pinned(tracer, operation, args, kwargs)  # written elsewhere, or made whole numbers
     else:
         track = _rule(name)(tracer, operation, args, kwargs)
+    if isinstance(track, list):
+        for leaf, each in zip(tree_leaves(out), track, strict=False):
+            tracer.put(leaf, each)
+        return
     if name.endswith("_") and isinstance(args[0], Tensor):
         track = _written(tracer, args[0], track)
     tracer.put(out, track)
@@ -79,11 +86,6 @@ def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
     return written
 
 
-def holds_values(tensor: Tensor) -> bool:
-    """Return whether a tensor holds real or complex numbers, and not whole ones."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def hold_infinity(operands: Any) -> bool:
     """Return whether infinity stands among the numbers, or in the tensors, that an operator takes."""
     return any(
@@ -92,28 +94,20 @@ def hold_infinity(operands: Any) -> bool:
     )
 
 
-def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track]:
+def _rule(name: str) -> Callable[[Tracer, Operation, Any, Any], Track | list[Track]]:
     """Return the rule of an operator; the rule for operators that are not known makes all exponents 0."""
     sets = {_copy: COPIES, _homogeneous: HOMOGENEOUS, _sum: SUMS, _product: PRODUCTS, _filled: ZEROS | FILLS}
     sets |= {_product_with_sum: PRODUCTS_WITH_SUM, _attention: ATTENTION, _compared: COMPARISONS}
     for rule, names in sets.items():
         if name in names:
             return rule
-    return SINGLE.get(name, _power if name in POWERS else _pinned)
-
-
-def _floats(*operands: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(operands) if isinstance(leaf, Tensor) and holds_values(leaf)]
+    return SINGLE.get(name, _power if name in POWERS else pinned)
 
 
 def _numbers(*operands: Any) -> list[float]:
     """Return the numbers among operands that are not 0 and do not stand for infinity."""
     numbers = [leaf for leaf in tree_leaves(operands) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)]
     return [float(number) for number in numbers if 0 < abs(number) < INFINITE]
-
-
-def _of(form: Form | None) -> Track:
-    return Track(None if form is None else (form,))
 
 
 def _view(tracer: Tracer, name: str, args: Any, out: Any) -> None:
@@ -127,14 +121,14 @@ def _view(tracer: Tracer, name: str, args: Any, out: Any) -> None:
             tracer.put(tensor, part)
         return
     for tensor in tree_leaves(out):
-        tracer.put(tensor, moved(track, name, args, tensor) or _of(tracer.single(track)))
+        tracer.put(tensor, moved(track, name, args, tensor) or track_of(tracer.single(track)))
 
 
 def _copy(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Keep the exponent of the first operand, part by part if they stay in their places."""
     track = tracer.track(args[0])
     if not keeps_places(track, operation.name, args):
-        return _of(tracer.single(track))
+        return track_of(tracer.single(track))
     parameter = track.parameter if operation.name in ("_to_copy", "index") else None
     return replace(track, parameter=parameter, constant=False)
 
@@ -146,7 +140,7 @@ def _homogeneous(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -
 
 def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Make the exponents of all operands equal."""
-    tracks = [tracer.track(tensor) for tensor in _floats(args, kwargs)]
+    tracks = [tracer.track(tensor) for tensor in floats(args, kwargs)]
     known = [track for track in tracks if track.forms is not None]
     numbers = _added_numbers(operation.name, args, kwargs)
     if operation.name == "add" and len(tracks) == 1 and tracks[0].parameter and numbers:
@@ -163,7 +157,7 @@ def _sum(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
         tracer.equate(forms[0], form, f"{operation.name} needs one power of two")
     for number in numbers if forms else ():
         tracer.add_number(number, forms[0], f"{operation.name} with the number {number:g}")
-    return _of(forms[0] if forms else None)
+    return track_of(forms[0] if forms else None)
 
 
 def _added_numbers(name: str, args: Any, kwargs: Any) -> list[float]:
@@ -226,17 +220,17 @@ def _convolution(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -
     total = add(image, kernel)
     if isinstance(args[2], Tensor):
         tracer.equate(total, tracer.single(tracer.track(args[2])) or {}, "adds a bias")
-    return _of(total)
+    return track_of(total)
 
 
 def _quotient(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Subtract the exponent of the divisor; a quotient that is rounded follows no factor."""
     if kwargs.get("rounding_mode"):
-        return _pinned(tracer, operation, args, kwargs)
+        return pinned(tracer, operation, args, kwargs)
     if not isinstance(args[1], Tensor):
         return replace(tracer.track(args[0]), parameter=None, constant=False)
     above, below = (tracer.single(tracer.track(each)) for each in args[:2])
-    return _of(None if above is None else add(above, below or {}, -1))
+    return track_of(None if above is None else add(above, below or {}, -1))
 
 
 def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
@@ -244,50 +238,27 @@ def _power(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Trac
     degree = POWERS.get(operation.name)
     if degree is None:
         if not isinstance(args[0], Tensor) or not isinstance(args[1], (int, float)):
-            return _pinned(tracer, operation, args, kwargs)
+            return pinned(tracer, operation, args, kwargs)
         degree = Fraction(args[1]).limit_denominator(2)
         if degree != args[1]:  # no other power is computed exactly
-            return _pinned(tracer, operation, args, kwargs)
+            return pinned(tracer, operation, args, kwargs)
     form = tracer.single(tracer.track(args[0]))
-    return _of(None if form is None else multiply(form, degree))
+    return track_of(None if form is None else multiply(form, degree))
 
 
 def _vector_norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Keep the exponent, but for the norm of degree 0, which counts."""
     counts = len(args) > 1 and args[1] == 0
-    return (_pinned if counts else _homogeneous)(tracer, operation, args, kwargs)
-
-
-def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    form = tracer.single(tracer.track(args[0]))
-    return _of(None if form is None else multiply(form, 2))
-
-
-def _norm(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Give the result of a norm the exponent of its weight; scale its epsilon by twice the operand's exponent."""
-    tensors = {"native_layer_norm": (2, 3, 4), "native_group_norm": (1, 2, 7), "_fused_rms_norm": (2, None, 3)}
-    weight, bias, epsilon = tensors[operation.name]
-    form = tracer.single(tracer.track(args[0]))
-    number = args[epsilon] if len(args) > epsilon else None
-    if form is not None and number != 0:
-        why = "a norm whose epsilon is no attribute of its module"
-        if number is None:
-            tracer.equate(form, {}, why)
-        else:
-            tracer.add_number(number, multiply(form, 2), why)
-    scale = tracer.single(tracer.track(args[weight])) if isinstance(args[weight], Tensor) else {}
-    if bias is not None and isinstance(args[bias], Tensor):
-        tracer.equate(scale or {}, tracer.single(tracer.track(args[bias])) or {}, "adds a norm's bias")
-    return _of(scale)
+    return (pinned if counts else _homogeneous)(tracer, operation, args, kwargs)
 
 
 def _attention(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
     """Give the result of attention the exponent of its values; those of queries and keys must cancel."""
     query, key, value = (tracer.single(tracer.track(each)) for each in args[:3])
     tracer.equate(add(query or {}, key or {}), {}, "attention scores")
-    for other in _floats(args[3:], kwargs):
+    for other in floats(args[3:], kwargs):
         tracer.pin(tracer.track(other), "is added to attention scores")
-    return _of(value)
+    return track_of(value)
 
 
 def _softmax(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
@@ -296,9 +267,9 @@ def _softmax(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Tr
     while behind:
         source = tracer.operations[behind.pop()]
         source.scores = True
-        if source.name in SCORES:
+        if source.name.removesuffix("_") in SCORES:
             behind += [index for index in source.sources if not tracer.operations[index].scores]
-    return _pinned(tracer, operation, args, kwargs)
+    return pinned(tracer, operation, args, kwargs)
 
 
 def _compared(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
@@ -312,22 +283,23 @@ def _filled(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Tra
     return Track(None if makes_zeros(operation.name, args) else ({},), constant=True)
 
 
-def _pinned(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
-    """Make all exponents 0: the operator is not homogeneous, or not known here."""
-    for tensor in _floats(args, kwargs):
-        tracer.pin(tracer.track(tensor), f"feeds {operation.name}")
-    return Track(({},))
+def _variance(tracer: Tracer, operation: Operation, args: Any, kwargs: Any) -> Track:
+    form = tracer.single(tracer.track(args[0]))
+    return track_of(None if form is None else multiply(form, 2))
 
 
-SINGLE: dict[str, Callable[[Tracer, Operation, Any, Any], Track]] = {
+SINGLE: dict[str, Callable[[Tracer, Operation, Any, Any], Track | list[Track]]] = {
     "convolution": _convolution,
     "div": _quotient,
     "div_": _quotient,
     "pow": _power,
     "var": _variance,
-    "native_layer_norm": _norm,
-    "native_group_norm": _norm,
-    "_fused_rms_norm": _norm,
+    "native_layer_norm": norm,
+    "native_group_norm": norm,
+    "_fused_rms_norm": norm,
+    "native_batch_norm": batch_norm,
+    "cudnn_batch_norm": batch_norm,
+    "_weight_norm_interface": weight_norm,
     "_softmax": _softmax,
     "_safe_softmax": _softmax,
     "linalg_vector_norm": _vector_norm,

@@ -16,7 +16,8 @@ from pasa.fp16 import offloading
 from pasa.fp16.containers import NESTED, float_leaves, replaced
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
-from pasa.fp16.planning import Plan
+from pasa.fp16.planning import LARGEST, Plan
+from pasa.fp16.tracing import Tracer
 
 HARMLESS_NAMES = re.compile(
     r"masks?'\]|past_key_values|cache|position_embeddings|timesteps?'\]|attentions|router_logits|loss"
@@ -209,18 +210,33 @@ class _Outputs:
         return leaf.float() * 2.0**power if power else leaf
 
 
-def hook_islands(models: Models, plan: Plan) -> Iterable[Any]:
-    """Run the modules that stay in FP32 on FP32 inputs, and round what they return to FP16."""
+def hook_islands(models: Models, plan: Plan, tracer: Tracer) -> Iterable[Any]:
+    """Run the modules that stay in FP32 on FP32 inputs, and round what they return to FP16.
+
+    Attention masks among it, which are added to scores, become -65504 where they are lower.
+    """
     for name in plan.islands:
         island = module_at(models, name)
         for module in island.modules():  # in between, a model may round to the precision that its caller passed
             yield module.register_forward_pre_hook(_widen, with_kwargs=True)
-        yield island.register_forward_hook(_narrow)
+        results = tracer.results.get(name, {})
+        yield island.register_forward_hook(
+            _Narrow({path for path in results if tracer.operations[results[path]].scores})
+        )
 
 
 def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.float16 else each, (args, kwargs))
 
 
-def _narrow(module: torch.nn.Module, args: Any, output: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: each.half() if each.dtype == torch.float32 else each, output)
+class _Narrow:
+    def __init__(self, masks: set[str]) -> None:
+        self.masks = masks
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return replaced(output, self._rounded)
+
+    def _rounded(self, path: str, leaf: Tensor) -> Tensor:
+        if leaf.dtype != torch.float32:
+            return leaf
+        return (leaf.clamp(-LARGEST, LARGEST) if path in self.masks else leaf).half()

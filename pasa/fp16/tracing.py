@@ -24,6 +24,7 @@ from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
 from pasa.fp16.exponents import Equations, Form, add
 from pasa.fp16.names import Names
 from pasa.fp16.offloading import moves_unseen
+from pasa.fp16.operands import holds_values
 from pasa.fp16.operators import COPIES, HOMOGENEOUS, VIEWS
 from pasa.fp16.paths import join
 from pasa.fp16.tracks import Constant, Cut, Operation, Track
@@ -61,8 +62,8 @@ class Tracer(TorchDispatchMode):
         Exponents of what enters an outermost module, and of hidden states that leave it, by module and path.
     known, returned : dict
         Paths of all floating-point inputs, each with whether it was in the model's precision, and of all outputs.
-    results : dict of str to list of int
-        Operations that made what each module returned last.
+    results : dict of str to dict of str to int
+        Operations that made what each module returned last, by path.
     constant_sums : list of (int, str)
         Operations that add a constant to a tensor, each with the module behind which a factor could follow.
     shown : dict of str to (int, set of Cut)
@@ -93,10 +94,9 @@ class Tracer(TorchDispatchMode):
         self.inputs: dict[str, dict[str, Form]] = {}
         self.known: dict[str, dict[str, bool]] = {}
         self.returned: dict[str, set[str]] = {}
-        self._powers = inputs, outputs
-        self._paused = False
+        self._powers, self._paused = (inputs, outputs), False
         self.outputs: dict[str, dict[str, Form]] = {}
-        self.results: dict[str, list[int]] = {}
+        self.results: dict[str, dict[str, int]] = {}
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names = Names(models, computed)
@@ -114,10 +114,12 @@ class Tracer(TorchDispatchMode):
 
     def track(self, value: object) -> Track:
         """Return the exponent of an operand."""
-        if not isinstance(value, Tensor) or not rules.holds_values(value):
+        if not isinstance(value, Tensor) or not holds_values(value):
             return Track(({},), constant=True)
         if name := self._names.of(value):
             return self._parameter(name, value)
+        if not value.numel():
+            return Track(None, constant=True)  # an empty cache, to which keys and values are joined
         track = self._tracks.get(value)
         if track is None and (behind := self._names.behind(value)):
             self.aliased.add(behind)
@@ -126,7 +128,7 @@ class Tracer(TorchDispatchMode):
     def put(self, out: Any, track: Track) -> None:
         """Give all floating-point tensors among an operation's results an exponent."""
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and rules.holds_values(leaf) and not self._names.of(leaf):
+            if isinstance(leaf, Tensor) and holds_values(leaf) and not self._names.of(leaf):
                 self._tracks[leaf] = track
 
     def _operand(self, tensor: Tensor, *, written: bool) -> Track:
@@ -306,7 +308,7 @@ class Tracer(TorchDispatchMode):
             return None
         name, outermost = self.modules[module], len(self.stack) == 1
         leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
-        self.results[name] = [track.producer for _, _, track in leaves if track.producer >= 0]
+        self.results[name] = {path: track.producer for path, _, track in leaves if track.producer >= 0}
         if name in self.epilogues:
             self._scale_results(name, leaves)
         for _, leaf, track in leaves:

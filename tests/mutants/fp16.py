@@ -3,6 +3,9 @@
 from tests.mutants.kernels import mutant
 
 RULES = "pasa/fp16/rules.py"
+OPERANDS = "pasa/fp16/operands.py"
+NORMS = "pasa/fp16/norms.py"
+OFFLOADING = "pasa/fp16/offloading.py"
 TRACING = "pasa/fp16/tracing.py"
 EXPONENTS = "pasa/fp16/exponents.py"
 PLANNING = "pasa/fp16/planning.py"
@@ -47,10 +50,39 @@ FP16 = [
     ),
     mutant(
         "an operator without a rule takes scaled operands",
-        RULES,
+        OPERANDS,
         'tracer.pin(tracer.track(tensor), f"feeds {operation.name}")',
         "pass",
         OF_RULES + "test_what_is_not_homogeneous_keeps_its_operands_unscaled[an operator without a rule]",
+    ),
+    mutant(
+        "a running mean is not scaled with what it is subtracted from",
+        NORMS,
+        'tracer.equate(image, mean, "subtracts a running mean")',
+        "pass",
+        "tests/pasa/fp16/test_norms.py::test_residual_networks_of_images[fixed statistics]",
+    ),
+    mutant(
+        "tied weights that are offloaded are scaled apart",
+        OFFLOADING,
+        "if source not in sources:",
+        "if True:",
+        "tests/pasa/fp16/test_offloading.py::test_host_memory_holds_fp16_alone",
+    ),
+    mutant(
+        "a move of the model to its device reads all parameters",
+        OFFLOADING,
+        'vars(module)["to"] = hidden(module.to)',
+        "pass",
+        "tests/pasa/fp16/test_offloading.py::test_pictures_of_an_offloaded_pipeline",
+    ),
+    mutant(
+        "attention that is not patched stores scores of any size in FP16",
+        PLANNING,
+        "if not LARGEST < value * margin < INFINITE:",
+        "if True:",
+        "tests/pasa/fp16/test_norms.py::"
+        "test_attention_that_cannot_be_patched_stays_in_fp32_if_its_scores_are_large[long_t5]",
     ),
     mutant(
         "memory that is filled keeps the exponents of zeros",

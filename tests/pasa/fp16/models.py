@@ -116,6 +116,13 @@ FAMILIES = {
         {"down_proj": 1e6, "gate_up_proj": 10},
     ),
     "llama": Family("LlamaForCausalLM", "LlamaConfig", {**_DECODER, "attention_bias": True, "mlp_bias": True}, GATED),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        "Olmo2Config",
+        {**_DECODER, "pad_token_id": 0, "eos_token_id": 2},
+        {"post_feedforward_layernorm": 3e4, "gate_proj": 1e-3},
+        lambda: {"input_ids": IDS},  # with a cache: values read the stream without a norm
+    ),
     "mistral": Family("MistralForCausalLM", "MistralConfig", {**_DECODER, "head_dim": 16}, GATED),
     "gemma": Family(
         "GemmaForCausalLM", "GemmaConfig", {**_DECODER, "head_dim": 16, "pad_token_id": 0}, GATED, tolerance=1e-6
@@ -203,6 +210,26 @@ FAMILIES = {
         "T5ForConditionalGeneration",
         "T5Config",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        _T5_LARGE,
+        _ids_and_decoder,
+    ),
+    "long_t5": Family(
+        "LongT5ForConditionalGeneration",
+        "LongT5Config",
+        {**_T5, "feed_forward_proj": "gated-gelu", "local_radius": 7, "encoder_attention_type": "local"},
+        _T5_LARGE,
+        _ids_and_decoder,
+    ),
+    "long_t5_global": Family(
+        "LongT5ForConditionalGeneration",
+        "LongT5Config",
+        {
+            **_T5,
+            "feed_forward_proj": "gated-gelu",
+            "local_radius": 7,
+            "global_block_size": 4,
+            "encoder_attention_type": "transient-global",
+        },
         _T5_LARGE,
         _ids_and_decoder,
     ),

@@ -66,6 +66,9 @@ HOMOGENEOUS = {
     "mask by infinity": (lambda w: w.masked_fill(w > 0, float("-inf")), 1),
     "rotation of pairs": (lambda w: torch.view_as_real(torch.view_as_complex(w.float().reshape(4, 3, 2))), 1),
     "sorting": (lambda w: w.sort().values, 1),
+    "a fixed affine map": (lambda w: nn.functional.batch_norm(w, torch.zeros(6), torch.ones(6) * 3, eps=0), 1),
+    "the weight of a direction": (lambda w: torch._weight_norm(w, torch.ones(4, 1, dtype=w.dtype)), 0),
+    "an empty tensor joined": (lambda w: torch.cat([torch.zeros(0, 6, dtype=w.dtype) + 1, w]), 1),
     "a where with zeros": (lambda w: torch.where(w > 0, w, 0.0), 1),
 }
 PINNED = {
@@ -77,6 +80,10 @@ PINNED = {
     "comparison with a number": lambda w: w * (w > 1.0),
     "whole numbers": lambda w: w + w.to(torch.int32),
     "memory filled through a view": written_then_filled,
+    "a running mean": lambda w: nn.functional.batch_norm(w, torch.ones(6), torch.ones(6)),
+    "running statistics that are written": lambda w: nn.functional.batch_norm(
+        w, torch.zeros(6), torch.ones(6), training=True
+    ),
     "a where with a number": lambda w: torch.where(w > 0, w, 5.0),
     "a rounded quotient": lambda w: torch.div(w, 3.0, rounding_mode="floor"),
     "an operator without a rule": lambda w: torch.erfinv(w / 4),
