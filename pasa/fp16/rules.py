@@ -77,8 +77,9 @@ def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
     written = tracer.track(target)
     written.constant = False
     whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
-    if written.forms is None or (whole and not written.parameter):
-        written.forms, written.cuts, written.dim = track.forms, track.cuts, track.dim
+    shared = not (written.parameter or written.cuts or written.weights)  # by all views: they are no tracks of their own
+    if written.forms is None or (whole and shared):
+        written.forms, written.cuts, written.dim, written.offset = track.forms, track.cuts, track.dim, False
         return written
     before, after = tracer.single(written), tracer.single(track)
     if before is not None and after is not None:

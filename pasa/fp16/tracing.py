@@ -100,8 +100,7 @@ class Tracer(TorchDispatchMode):
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
         self._names = Names(models, computed)
-        self.read: set[str] = set()
-        self.aliased: set[str] = set()
+        self.read, self.aliased = set[str](), set[str]()
         self._tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
@@ -172,9 +171,8 @@ class Tracer(TorchDispatchMode):
         """Scale a number that is added to a tensor of exponent `form`, or make that exponent 0.
 
         The number can be scaled if the running module keeps it in an attribute for an epsilon, and in that one alone.
+        It is one number for all that the module adds it to, also where that cannot be scaled.
         """
-        if not self.equations.resolve(form):
-            return
         held = vars(self.stack[-1]) if self.stack else {}
         names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
         if len(names) != 1:
@@ -214,6 +212,8 @@ class Tracer(TorchDispatchMode):
 
     def _constant(self, name: str, args: Any, tracks: list[Track], out: Any) -> None:
         """Give a tensor that does not depend on the model the exponent 0, or every exponent if it holds zeros."""
+        for number in (each for each in args if isinstance(each, float)):
+            self.add_number(number, {}, "adds it to a constant")
         zeros = rules.makes_zeros(name, args)
         if tracks and name in VIEWS:
             self.put(out, tracks[0])

@@ -23,6 +23,7 @@ CHECKPOINT = "pasa/fp16/checkpoint.py"
 WRITING = "pasa/fp16/writing.py"
 
 OF_RULES = "tests/pasa/fp16/test_rules.py::"
+OF_PROGRAMS = "tests/pasa/fp16/test_random_programs.py::test_what_the_equations_leave_free_changes_nothing_in_fp64"
 OF_MODELS = "tests/pasa/fp16/test_to_fp16.py::"
 OF_FAMILIES = "tests/pasa/fp16/test_families.py::"
 OF_EPSILONS = "tests/pasa/fp16/test_epsilons.py::"
@@ -54,6 +55,41 @@ FP16 = [
         'tracer.pin(tracer.track(tensor), f"feeds {operation.name}")',
         "pass",
         OF_RULES + "test_what_is_not_homogeneous_keeps_its_operands_unscaled[an operator without a rule]",
+    ),
+    mutant(
+        "the exponent of a divisor is added",
+        RULES,
+        "add(above, below or {}, -1)",
+        "add(above, below or {})",
+        OF_PROGRAMS,
+    ),
+    mutant(
+        "views of a product do not see what is written to its memory",
+        RULES,
+        "if written.forms is None or (whole and shared):",
+        "if written.forms is None or whole:",
+        OF_RULES + "test_what_is_not_homogeneous_keeps_its_operands_unscaled[a product in place, through a view]",
+    ),
+    mutant(
+        "an inverse root is a root",
+        RULES,
+        '"rsqrt": Fraction(-1, 2)',
+        '"rsqrt": Fraction(1, 2)',
+        OF_PROGRAMS,
+    ),
+    mutant(
+        "queries and keys take any powers of two",
+        RULES,
+        'tracer.equate(add(query or {}, key or {}), {}, "attention scores")',
+        "pass",
+        OF_PROGRAMS,
+    ),
+    mutant(
+        "an epsilon is scaled although a tensor that is not scaled needs it too",
+        TRACING,
+        'self.add_number(number, {}, "adds it to a constant")',
+        "pass",
+        OF_EPSILONS + "test_an_epsilon_is_one_number_for_all_that_reads_it[constant]",
     ),
     mutant(
         "a running mean is not scaled with what it is subtracted from",

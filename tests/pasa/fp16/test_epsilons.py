@@ -123,3 +123,20 @@ def test_a_model_that_branches_on_its_values_does_not_follow_the_powers_of_two()
     with pytest.raises(RuntimeError, match=r"does not follow the powers of two: .* instead of"):
         pasa.to_fp16(model, x)
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("other", ["input", "constant"])
+def test_an_epsilon_is_one_number_for_all_that_reads_it(other):
+    """Story: a module with two norms and one epsilon scaled it for one of them, and the other became another norm."""
+
+    class Pair(Norm):
+        def forward(self, x):
+            side = torch.tanh(x) * 1e-2 if other == "input" else torch.full_like(x, 1e-2)
+            return super().forward(x) + super().forward(side)
+
+    model, x = build(Pair())
+    with torch.no_grad():
+        truth = model(x)
+    with pytest.raises(NotImplementedError, match="cannot be scaled because of 1"):
+        pasa.to_fp16(model, x)
+    assert torch.equal(model(x), truth)

@@ -71,7 +71,18 @@ HOMOGENEOUS = {
     "an empty tensor joined": (lambda w: torch.cat([torch.zeros(0, 6, dtype=w.dtype) + 1, w]), 1),
     "a where with zeros": (lambda w: torch.where(w > 0, w, 0.0), 1),
 }
+
+
+def product_in_place(weight):
+    """Story: a view of a product kept its exponent where the product's memory was written."""
+    product = nn.functional.linear(weight, weight)
+    view = product.t()
+    product.mul_(weight @ weight.t())
+    return view * 1
+
+
 PINNED = {
+    "a product in place, through a view": product_in_place,
     "exponential": torch.exp,
     "a number added": lambda w: w * 1 + 1.0,
     "a sum with its square": lambda w: w + w**2,
