@@ -22,6 +22,7 @@ from pasa.fp16.epsilons import Entry
 from pasa.fp16.handle import ScaledModule
 from pasa.fp16.offloading import Weights
 from pasa.fp16.planning import LARGEST, Plan
+from pasa.fp16.summary import scaled_modules
 from pasa.fp16.tracing import Tracer
 from pasa.fp16.tracks import Constant, Cut
 from pasa.prediction.checkpoint import Checkpoint
@@ -45,6 +46,8 @@ class CheckpointConversion(Conversion):
         The data of the model, which may be on disk.
     """
 
+    hooked = False
+
     def __init__(self, model: Any, run: Callable[[], object], margin: float, weights: Weights | None = None) -> None:
         super().__init__({"": model}, run, margin, weights)
         self.entries = epsilons.entries_of(model)
@@ -56,9 +59,10 @@ class CheckpointConversion(Conversion):
         cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
         plan: Plan | None = None,
         epilogues: Set[str] = frozenset(),
+        prologues: Set[str] = frozenset(),
     ) -> Tracer:
         """Trace the model, and add the equations of a checkpoint."""
-        tracer = super()._trace(cuts, plan, epilogues)
+        tracer = super()._trace(cuts, plan, epilogues, prologues)
         self._check_reached(tracer)
         self._scalable = epsilons.tie(tracer, self.entries)
         for inputs in tracer.inputs.values():
@@ -121,7 +125,7 @@ class CheckpointConversion(Conversion):
 
     def scaled_modules(self) -> list[ScaledModule]:
         """Return the modules with a scaled result, or one near FP16's limit."""
-        return list(self._scaled_modules())
+        return list(scaled_modules(self.plan, self._tracer, self.margin))
 
     def hidden_states(self) -> dict[str, int]:
         """Return the powers of two of the hidden states that a caller can ask for, where they are not 0."""

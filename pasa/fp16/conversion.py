@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,13 @@ from torch import Tensor
 from pasa.first_nonfinite import NonFiniteWatch
 from pasa.fp16 import counting, editing, guards, running
 from pasa.fp16.confirming import confirm
-from pasa.fp16.exponents import add
-from pasa.fp16.handle import Fp16Report, ScaledModule
+from pasa.fp16.factors import Epilogue, hook_prologues, modules_to_enter
+from pasa.fp16.handle import Fp16Report
 from pasa.fp16.logits import widen_logits
 from pasa.fp16.offloading import Weights
 from pasa.fp16.paths import inside, owner
-from pasa.fp16.planning import LARGEST, Peak, Plan, modules_with_constants, plan_for, widen_owners, widen_scores
+from pasa.fp16.planning import LARGEST, Plan, modules_with_constants, peaks_of, plan_for, widen_owners, widen_scores
+from pasa.fp16.summary import modules_to_watch, scaled_modules
 from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
@@ -29,10 +29,6 @@ MARK = "scaled_by_pasa_to_fp16"
 
 The model itself holds it as a buffer, so that its state dict cannot be mixed up with one of the original.
 """
-WATCHED = 64
-"""Modules are watched whose results come within this factor of the planned limit on the sample."""
-MOST_WATCHED = 16
-"""Modules that are watched at most: the hook of each costs up to 5 us per forward pass, and 20 us in one of 16."""
 SMALLEST = 2.0**-14
 """Smallest normal number of FP16."""
 
@@ -49,6 +45,8 @@ class Conversion:
     weights : Weights, optional
         The data of the models; it must hold offloaded tensors already.
     """
+
+    hooked = True  # a module's inputs can be scaled by hooks
 
     def __init__(
         self,
@@ -93,14 +91,13 @@ class Conversion:
         cuts = self._partitions(tracer)
         if cuts:
             tracer = self._trace(cuts)
-        epilogues: dict[str, running.Epilogue] = {}
+        epilogues: dict[str, Epilogue] = {}
         while new := modules_with_constants(tracer, self.margin) - epilogues.keys():  # one hides the next
             for name in sorted(new):
-                epilogues[name] = running.Epilogue()
+                epilogues[name] = Epilogue()
                 self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
-        peaks = {name: track.peaks(self._original[name]()).tolist() for name, track in tracer.parameters.items()}
-        self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
+        tracer = self._choose(tracer, cuts, epilogues.keys())
         tensors = self._tensors()
         shapes = {name: tensors[name].shape for name in editing.parameter_names(self.models)}
         self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
@@ -110,8 +107,26 @@ class Conversion:
         self._scaled_constants = True
         for name, power in self.plan.epilogues.items():
             epilogues[name].factor = 2.0**-power
-        confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys()))
+        confirm(self.plan, tracer, self._trace(cuts, self.plan, epilogues.keys(), tracer.prologues.keys()))
         self._round()
+
+    def _choose(self, tracer: Tracer, cuts: Mapping[str, tuple[int, tuple[Cut, ...]]], epilogues: Set[str]) -> Tracer:
+        """Choose the powers of two; if there are none, scale the inputs of some modules. Return the trace in force."""
+        try:
+            return self._choose_for(tracer)
+        except NotImplementedError as refusal:
+            prologues = modules_to_enter(tracer, peaks_of(tracer, self.margin)) if self.hooked else set()
+            if not prologues:
+                raise
+            try:
+                return self._choose_for(self._trace(cuts, epilogues=epilogues, prologues=prologues))
+            except NotImplementedError:
+                raise refusal from None
+
+    def _choose_for(self, tracer: Tracer) -> Tracer:
+        peaks = {name: track.peaks(self._original[name]()).tolist() for name, track in tracer.parameters.items()}
+        self.plan, self._tracer = plan_for(tracer, peaks, self.margin), tracer
+        return tracer
 
     def _narrow(self, name: str, data: Tensor) -> Tensor:
         """Return a tensor in BF16, but for computed buffers that keep their precision."""
@@ -149,10 +164,12 @@ class Conversion:
         RuntimeError
             The model does not run in FP16, or a module returns infinity or NaN.
         """
-        entered = self._entered
-        self._hooks += running.hook_entries(self.models, self.plan, self._tracer.known, entered, self._tracer.returned)
-        self._hooks += guards.hook_guards(self.models, self.plan, entered, self._unreached)
+        known, returned = self._tracer.known, self._tracer.returned
+        self._hooks += running.hook_entries(self.models, self.plan, known, self._entered, returned)
+        self._hooks += guards.hook_guards(self.models, self.plan, self._entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan, self._tracer)
+        entered = {name: editing.module_at(self.models, name) for name in self.plan.prologues}
+        self._hooks += hook_prologues(entered, self.plan.prologues)
         self._widened = widen_logits(self.models)
         with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:
@@ -182,7 +199,8 @@ class Conversion:
         """Begin to count values beyond the margin, and forget the original unless it is kept."""
         self._name = name
         entries = list(self.plan.inputs)
-        self._counters = counting.Counters(self.models, self._watched(), entries, self.margin, self._entered)
+        watched = modules_to_watch(self.plan, self._tracer, self.margin)
+        self._counters = counting.Counters(self.models, watched, entries, self.margin, self._entered)
         self._hooks += self._counters.handles
         kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
         self._original = {name: partial(torch.Tensor.detach, data) for name, data in kept.items()}
@@ -229,7 +247,7 @@ class Conversion:
         beyond = self._counters.beyond() if self._counters is not None else {}
         return Fp16Report(
             model=self._name,
-            modules=tuple(self._scaled_modules()),
+            modules=tuple(scaled_modules(self.plan, self._tracer, self.margin)),
             parameters=len(self.plan.scales) + len(self.plan.offsets),
             fp32=tuple(fp32),
             underflow=self.underflow,
@@ -257,9 +275,11 @@ class Conversion:
         cuts: Mapping[str, tuple[int, tuple[Cut, ...]]],
         plan: Plan | None = None,
         epilogues: Set[str] = frozenset(),
+        prologues: Set[str] = frozenset(),
     ) -> Tracer:
         plan = plan or Plan()
-        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues)
+        powers = {name: plan.prologues.get(name, 0) for name in prologues}
+        tracer = Tracer(self.models, cuts, plan.inputs, plan.outputs, self._fixed, epilogues, powers)
         with editing.unchanged(self.models), running.Seeded(), tracer.running():
             self.run()
         return tracer
@@ -303,39 +323,3 @@ class Conversion:
             self._lost += int(((exact.abs() < SMALLEST) & (data.abs() >= SMALLEST)).sum())
         self._total += int((data != 0).sum())
         return exact.half()
-
-    def _results(self) -> dict[str, Peak]:
-        """Return the largest peak that each module itself returned, by the module's path."""
-        by_index: dict[int, Peak] = {}
-        for peak in self.plan.peaks:
-            if peak.index not in by_index or by_index[peak.index].value < peak.value:
-                by_index[peak.index] = peak
-        results: dict[str, Peak] = {}
-        for module, indices in self._tracer.results.items():
-            for index in indices.values():
-                if index in by_index and (module not in results or results[module].value < by_index[index].value):
-                    results[module] = by_index[index]
-        for module in self.plan.epilogues.keys() & results.keys():
-            behind = self._tracer.equations.resolve(self._tracer.epilogues[module] or {})
-            results[module] = replace(results[module], form=add(results[module].form, behind))
-        return results
-
-    def _watched(self) -> list[str]:
-        """Return the modules to watch: for each of the results nearest to the limit, the outermost that returns it."""
-        by_result: dict[int, tuple[float, str]] = {}
-        for module, peak in self._results().items():
-            if module in self.plan.inputs or not self._near(peak) or inside(owner(module), self.plan.islands):
-                continue
-            if peak.index not in by_result or len(module) < len(by_result[peak.index][1]):
-                by_result[peak.index] = math.ldexp(peak.value, -self.plan.exponent(peak.form)), module
-        return [module for _, module in sorted(by_result.values(), reverse=True)[:MOST_WATCHED]]
-
-    def _near(self, peak: Peak) -> bool:
-        return math.ldexp(peak.value, -self.plan.exponent(peak.form)) * self.margin * WATCHED > LARGEST
-
-    def _scaled_modules(self) -> Iterable[ScaledModule]:
-        for module, peak in self._results().items():
-            power = self.plan.exponent(peak.form)
-            scaled = math.ldexp(peak.value, -power)
-            if power or peak.value * self.margin > LARGEST:
-                yield ScaledModule(module, peak.value, power, scaled, LARGEST / scaled if scaled else math.inf)

@@ -76,7 +76,7 @@ def hook_guards(models: Models, plan: Plan, entered: Entered, unreached: Iterabl
     Layers are the innermost modules that are guarded, so that a forward pass does not become slower.
     """
     scaled: set[object] = {module_at(models, place.module) for place in plan.constants}
-    scaled |= {module_at(models, name) for name in plan.epilogues}
+    scaled |= {module_at(models, name) for name in (*plan.epilogues, *plan.prologues)}
     scaled |= {tensor for name, tensor in named_tensors(models) if name in plan.scales or name in plan.offsets}
     entries = {id(module_at(models, name)): name for name in plan.inputs}
     for prefix, model in models.items():
@@ -206,7 +206,7 @@ def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], pla
             [(plan.scales.get(f"{each}.{inner}"), plan.offsets.get(f"{each}.{inner}")) for inner in layout]
             for each in alike
         ]
-        followed = any(contains(each, epilogue) for each in alike for epilogue in plan.epilogues)
+        followed = any(contains(each, epilogue) for each in alike for epilogue in (*plan.epilogues, *plan.prologues))
         if alike and not followed and all(each == powers[0] for each in powers):
             return f"{alike[0]}.{tail}"
         return None

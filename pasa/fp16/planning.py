@@ -68,6 +68,8 @@ class Plan:
         Exponents of what enters and leaves an outermost module, by module and path, where they are not 0.
     epilogues : dict of str to int
         Exponents of factors for the results of modules inside of which a constant is added.
+    prologues : dict of str to int
+        Exponents of factors for the first inputs of modules.
     islands : dict of str to str
         Modules that stay in FP32, each with the reason.
     peaks : list of Peak
@@ -82,6 +84,7 @@ class Plan:
     inputs: dict[str, dict[str, int]] = field(default_factory=dict)
     outputs: dict[str, dict[str, int]] = field(default_factory=dict)
     epilogues: dict[str, int] = field(default_factory=dict)
+    prologues: dict[str, int] = field(default_factory=dict)
     islands: dict[str, str] = field(default_factory=dict)
     peaks: list[Peak] = field(default_factory=list)
     values: dict[int, int] = field(default_factory=dict)
@@ -144,7 +147,7 @@ def denominators(tracer: Tracer) -> dict[int, int]:
     forms = [form for operation in tracer.operations for form in operation.forms]
     forms += [form for track in tracer.parameters.values() for form in track.forms or ()]
     forms += [*tracer.constants.values(), *(form for form, _ in tracer.offsets.values())]
-    forms += [form for form in tracer.epilogues.values() if form is not None]
+    forms += [form for form in (*tracer.epilogues.values(), *tracer.prologues.values()) if form is not None]
     forms += [form for traced in (tracer.inputs, tracer.outputs) for each in traced.values() for form in each.values()]
     steps: dict[int, int] = {}
     for form in forms:
@@ -324,9 +327,9 @@ def _collect(tracer: Tracer, plan: Plan) -> None:
     for place, form in tracer.constants.items():
         if power := plan.exponent(resolve(form)):
             plan.constants[place] = power
-    for name, epilogue in tracer.epilogues.items():
-        if power := plan.exponent(resolve(epilogue or {})):
-            plan.epilogues[name] = power
+    for scaled, factors in ((plan.epilogues, tracer.epilogues), (plan.prologues, tracer.prologues)):
+        powers = {name: plan.exponent(resolve(factor or {})) for name, factor in factors.items()}
+        scaled.update({name: power for name, power in powers.items() if power})
     for kept, traced in ((plan.inputs, tracer.inputs), (plan.outputs, tracer.outputs)):
         for name, forms in traced.items():
             powers = {path: plan.exponent(resolve(form)) for path, form in forms.items()}

@@ -77,16 +77,6 @@ class Seeded:
         self._fork.__exit__(*error)
 
 
-class Epilogue:
-    """Multiplies the floating-point results of a module by a factor, 1 until the powers of two are chosen."""
-
-    factor = 1.0
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """Return the results times the factor."""
-        return tree_map_only(Tensor, lambda each: each * self.factor if each.is_floating_point() else each, output)
-
-
 class _Inputs:
     """Scales the inputs of an outermost module, and refuses calls that its powers of two do not fit."""
 

@@ -7,7 +7,6 @@ written. An operation without a rule in :mod:`pasa.fp16.rules` makes the exponen
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -19,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pasa.fp16 import offsets, rules
+from pasa.fp16 import factors, offsets, rules
 from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
-from pasa.fp16.exponents import Equations, Form, add
+from pasa.fp16.exponents import Equations, Form
 from pasa.fp16.names import Names
 from pasa.fp16.offloading import moves_unseen
 from pasa.fp16.operands import holds_values
@@ -49,6 +48,8 @@ class Tracer(TorchDispatchMode):
         scaled.
     epilogues : set of str, optional
         Modules whose results are scaled after them, because a constant is added inside that no parameter holds.
+    prologues : mapping of str to int, optional
+        Modules whose first input is scaled before them, with the exponents that it is scaled by.
 
     Attributes
     ----------
@@ -68,6 +69,8 @@ class Tracer(TorchDispatchMode):
         Operations that add a constant to a tensor, each with the module behind which a factor could follow.
     shown : dict of str to (int, set of Cut)
         Parts of fused parameters that a split or slice shows, with their dimension.
+    rigid : set of str
+        Modules that add a number to a tensor, and keep it in no attribute for an epsilon.
     read, aliased : set of str
         Parameters that were read but for sums with a number, and those whose memory was read under another name.
     """
@@ -80,11 +83,14 @@ class Tracer(TorchDispatchMode):
         outputs: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         computed: Set[str] = frozenset(),
         epilogues: Set[str] = frozenset(),
+        prologues: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.equations = Equations()
         self.cuts = cuts
         self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
+        self.prologues: dict[str, Form] = {}
+        self.prologue_powers, self.rigid = prologues, set[str]()
         self.constant_sums: list[tuple[int, str]] = []
         self.shown: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []
@@ -94,14 +100,14 @@ class Tracer(TorchDispatchMode):
         self.inputs: dict[str, dict[str, Form]] = {}
         self.known: dict[str, dict[str, bool]] = {}
         self.returned: dict[str, set[str]] = {}
-        self._powers, self._paused = (inputs, outputs), False
+        self.powers, self._paused = (inputs, outputs), False
         self.outputs: dict[str, dict[str, Form]] = {}
         self.results: dict[str, dict[str, int]] = {}
         self.modules: dict[torch.nn.Module, str] = {}
         self.stack: list[torch.nn.Module] = []
-        self._names = Names(models, computed)
+        self.names = Names(models, computed)
         self.read, self.aliased = set[str](), set[str]()
-        self._tracks: Any = WeakTensorKeyDictionary()
+        self.tracks: Any = WeakTensorKeyDictionary()
         for prefix, model in models.items():
             for path, module in model.named_modules():
                 self.modules.setdefault(module, join(prefix, path))
@@ -115,20 +121,20 @@ class Tracer(TorchDispatchMode):
         """Return the exponent of an operand."""
         if not isinstance(value, Tensor) or not holds_values(value):
             return Track(({},), constant=True)
-        if name := self._names.of(value):
+        if name := self.names.of(value):
             return self._parameter(name, value)
         if not value.numel():
             return Track(None, constant=True)  # an empty cache, to which keys and values are joined
-        track = self._tracks.get(value)
-        if track is None and (behind := self._names.behind(value)):
+        track = self.tracks.get(value)
+        if track is None and (behind := self.names.behind(value)):
             self.aliased.add(behind)
         return track or Track(({},), constant=True)
 
     def put(self, out: Any, track: Track) -> None:
         """Give all floating-point tensors among an operation's results an exponent."""
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and holds_values(leaf) and not self._names.of(leaf):
-                self._tracks[leaf] = track
+            if isinstance(leaf, Tensor) and holds_values(leaf) and not self.names.of(leaf):
+                self.tracks[leaf] = track
 
     def _operand(self, tensor: Tensor, *, written: bool) -> Track:
         """Return the exponent of a tensor that is read; one made as zeros may have been written by another name."""
@@ -176,6 +182,7 @@ class Tracer(TorchDispatchMode):
         held = vars(self.stack[-1]) if self.stack else {}
         names = [name for name, kept in held.items() if "eps" in name and isinstance(kept, float) and kept == value]
         if len(names) != 1:
+            self.rigid.add(self.module)
             self.equate(form, {}, why)
             return
         place = Constant(self.module, names[0])
@@ -204,7 +211,7 @@ class Tracer(TorchDispatchMode):
         self.operations.append(operation)
         rules.apply(self, operation, args, kwargs, out)
         offsets.note_reads(
-            self, tracks, [self._tracks.get(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self, tracks, [self.tracks.get(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         )
         if name not in VIEWS:
             self._record(operation, (args, kwargs), out)
@@ -227,7 +234,7 @@ class Tracer(TorchDispatchMode):
     def _record(self, operation: Operation, operands: Any, out: Any) -> None:
         """Keep the exponents and peaks of an operation's first result that would be FP16."""
         for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()):
-            track = self._tracks.get(tensor)
+            track = self.tracks.get(tensor)
             if track is None or track.constant:
                 continue
             track.producer = len(self.operations) - 1
@@ -254,36 +261,21 @@ class Tracer(TorchDispatchMode):
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Note which module runs; the inputs of an outermost module have exponents of their own."""
-        changed = None if self.stack else self._enter_outermost(module, args, kwargs)
+        enter = factors.scale_input if self.stack else factors.scale_inputs
+        changed = enter(self, module, args, kwargs)
         self.stack.append(module)
         return changed
 
-    def _enter_outermost(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Replace the inputs by views with exponents of their own; a tensor that is passed twice has one."""
-        name, bound = self.modules[module], inspect.signature(module.forward).bind(*args, **kwargs)
-        inputs, known = self.inputs.setdefault(name, {}), self.known.setdefault(name, {})
-        powers = self._powers[0].get(name, {})
-        views: dict[int, Tensor] = {}
-
-        def enter(path: str, tensor: Tensor) -> Tensor:
-            known[path] = known.get(path, True) and tensor.dtype == TRACED
-            if self._names.of(tensor):
-                return tensor
-            if path not in inputs:
-                inputs[path] = self.equations.unknown(f"input {path} of {name or 'the model'}")
-            if id(tensor) in views:
-                self.equate(inputs[path], self.track(views[id(tensor)]).forms[0], "is passed twice")  # type: ignore[index]
-                return views[id(tensor)]
-            view = views[id(tensor)] = self._times(tensor, -powers.get(path, 0))
-            track = self._tracks[view] = Track((inputs[path],), producer=len(self.operations))
-            self.operations.append(Operation("input", name, ()))
-            if view.dtype == TRACED and view.numel():
-                with self._unseen():
-                    self.operations[-1].forms, self.operations[-1].peaks = (inputs[path],), track.peaks(view)
-            return view
-
-        bound.arguments.update(replaced(dict(bound.arguments), enter))
-        return bound.args, bound.kwargs
+    def entered(self, kind: str, module: str, tensor: Tensor, form: Form, power: int) -> Tensor:
+        """Return a tensor times ``2**-power`` that enters a module, with an exponent of its own."""
+        view = self._times(tensor, -power)
+        producer = self.tracks[tensor].producer if tensor in self.tracks else -1
+        track = self.tracks[view] = Track((form,), producer=len(self.operations))
+        self.operations.append(Operation(kind, module, tuple({producer} - {-1})))
+        if view.dtype == TRACED and view.numel():
+            with self._unseen():
+                self.operations[-1].forms, self.operations[-1].peaks = (form,), track.peaks(view)
+        return view
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -310,11 +302,11 @@ class Tracer(TorchDispatchMode):
         leaves = [(path, leaf, self.track(leaf)) for path, leaf in float_leaves(output)]
         self.results[name] = {path: track.producer for path, _, track in leaves if track.producer >= 0}
         if name in self.epilogues:
-            self._scale_results(name, leaves)
+            factors.scale_results(self, name, leaves)
         for _, leaf, track in leaves:
             if track.constant and track.origin is None and name not in self.epilogues:
                 track.origin = name
-                self._tracks[leaf] = track
+                self.tracks[leaf] = track
         changed = self._leave_outermost(module, output) if outermost else None
         self.stack.pop()
         return changed
@@ -322,7 +314,7 @@ class Tracer(TorchDispatchMode):
     def _leave_outermost(self, module: torch.nn.Module, output: Any) -> Any:
         """Return the output with copies in the place of what is multiplied back."""
         name = self.modules[module]
-        outputs, powers = self.outputs.setdefault(name, {}), self._powers[1].get(name, {})
+        outputs, powers = self.outputs.setdefault(name, {}), self.powers[1].get(name, {})
         for tensor in opaque_leaves(output):
             self.pin(self.track(tensor), "returns it")
 
@@ -336,15 +328,7 @@ class Tracer(TorchDispatchMode):
                 return tensor
             outputs[path] = self.single(track) or {}
             copy = self._times(tensor, powers.get(path, 0))
-            self._tracks[copy] = Track(({},))
+            self.tracks[copy] = Track(({},))
             return copy
 
         return replaced(output, leave)
-
-    def _scale_results(self, name: str, leaves: list[tuple[str, Tensor, Track]]) -> None:
-        """Add the exponent of a module's epilogue to those of its results."""
-        epilogue = self.epilogues[name] = self.epilogues[name] or self.equations.unknown(f"results of {name}")
-        for _, leaf, track in leaves:
-            form = self.single(track)
-            if form is not None:
-                self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)

@@ -6,6 +6,7 @@ RULES = "pasa/fp16/rules.py"
 OPERANDS = "pasa/fp16/operands.py"
 NORMS = "pasa/fp16/norms.py"
 OFFLOADING = "pasa/fp16/offloading.py"
+FACTORS = "pasa/fp16/factors.py"
 TRACING = "pasa/fp16/tracing.py"
 EXPONENTS = "pasa/fp16/exponents.py"
 PLANNING = "pasa/fp16/planning.py"
@@ -55,6 +56,13 @@ FP16 = [
         'tracer.pin(tracer.track(tensor), f"feeds {operation.name}")',
         "pass",
         OF_RULES + "test_what_is_not_homogeneous_keeps_its_operands_unscaled[an operator without a rule]",
+    ),
+    mutant(
+        "a factor before a module is forgotten",
+        FACTORS,
+        "leaf * self.factor if path == first else leaf",
+        "leaf",
+        OF_EPSILONS + "test_a_norm_whose_epsilon_is_in_its_code_reads_the_stream_as_it_was",
     ),
     mutant(
         "the exponent of a divisor is added",
@@ -199,9 +207,9 @@ FP16 = [
     ),
     mutant(
         "a factor behind a module that adds constants is forgotten",
-        TRACING,
-        "self._tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)",
-        "self._tracks[leaf] = Track((form,), producer=track.producer)",
+        FACTORS,
+        "tracer.tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)",
+        "tracer.tracks[leaf] = Track((form,), producer=track.producer)",
         OF_STORIES + "test_experts_whose_siblings_are_scaled_behind_them_are_refused",
     ),
     mutant(

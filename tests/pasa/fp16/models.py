@@ -80,6 +80,11 @@ def _image_and_ids() -> dict[str, Any]:
     return {"input_ids": ids, **_image(), "use_cache": False}
 
 
+def _sound_and_ids() -> dict[str, Any]:
+    sound = torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))
+    return {"input_features": sound, "decoder_input_ids": IDS[:, :6].expand(2, -1), "use_cache": False}
+
+
 def _image_and_typed_ids() -> dict[str, Any]:
     inputs = _image_and_ids()
     return {**inputs, "token_type_ids": (inputs["input_ids"] == 99).long()}
@@ -116,6 +121,9 @@ FAMILIES = {
         {"down_proj": 1e6, "gate_up_proj": 10},
     ),
     "llama": Family("LlamaForCausalLM", "LlamaConfig", {**_DECODER, "attention_bias": True, "mlp_bias": True}, GATED),
+    "olmo": Family(
+        "OlmoForCausalLM", "OlmoConfig", {**_DECODER, "pad_token_id": 0, "eos_token_id": 2}, GATED, tolerance=1e-6
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         "Olmo2Config",
@@ -232,6 +240,22 @@ FAMILIES = {
         },
         _T5_LARGE,
         _ids_and_decoder,
+    ),
+    "whisper": Family(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": 128,
+            "d_model": 32,
+            **{f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")},
+            **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+            "num_mel_bins": 16,
+            "max_source_positions": 20,
+            "max_target_positions": 32,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+        },
+        {"fc2": 1e6},
+        _sound_and_ids,
     ),
     "clip_text": Family(
         "CLIPTextModelWithProjection",

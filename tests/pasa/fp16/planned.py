@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pasa.fp16 import editing, running
+from pasa.fp16 import editing, factors
 from pasa.fp16.conversion import Conversion
 from pasa.fp16.planning import Plan
 
@@ -30,9 +30,10 @@ def scale(model: torch.nn.Module, plan: Plan) -> None:
         tensor.data = editing.scaled(name, tensor.data, plan)
     editing.scale_constants({"": model}, plan)
     for name, power in plan.epilogues.items():
-        epilogue = running.Epilogue()
+        epilogue = factors.Epilogue()
         epilogue.factor = 2.0**-power
         model.get_submodule(name).register_forward_hook(epilogue)
+    list(factors.hook_prologues(dict(model.named_modules()), plan.prologues))
 
 
 def distance(result: Tensor, truth: Tensor) -> float:

@@ -1,0 +1,114 @@
+"""Factors at the borders of modules: behind results (epilogues), and before inputs (prologues)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pasa.fp16.containers import float_leaves, replaced
+from pasa.fp16.exponents import add
+from pasa.fp16.paths import contains, owner
+from pasa.fp16.tracks import Track
+
+if TYPE_CHECKING:
+    from pasa.fp16.planning import Peak
+    from pasa.fp16.tracing import Tracer
+
+
+class Epilogue:
+    """Multiplies the floating-point results of a module by a factor, 1 until the powers of two are chosen."""
+
+    factor = 1.0
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Return the results times the factor."""
+        return tree_map_only(Tensor, lambda each: each * self.factor if each.is_floating_point() else each, output)
+
+
+class Prologue:
+    """Multiplies the first floating-point input of a module by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the inputs, the first of them times the factor."""
+        first, _ = float_leaves((args, kwargs))[0]
+        changed: tuple[Any, Any] = replaced(
+            (args, kwargs), lambda path, leaf: leaf * self.factor if path == first else leaf
+        )
+        return changed
+
+
+def hook_prologues(modules: Mapping[str, torch.nn.Module], powers: Mapping[str, int]) -> Iterable[Any]:
+    """Scale the first inputs of modules, behind the hooks that make the inputs of FP32 modules FP32."""
+    for name, power in powers.items():
+        yield modules[name].register_forward_pre_hook(Prologue(2.0**-power), with_kwargs=True)
+
+
+def scale_results(tracer: Tracer, name: str, leaves: Sequence[tuple[str, Tensor, Track]]) -> None:
+    """Add the exponent of a module's epilogue to those of its results."""
+    epilogue = tracer.epilogues[name] = tracer.epilogues[name] or tracer.equations.unknown(f"results of {name}")
+    for _, leaf, track in leaves:
+        form = tracer.single(track)
+        if form is not None:
+            tracer.tracks[leaf] = Track((add(form, epilogue),), producer=track.producer)
+
+
+def scale_inputs(tracer: Tracer, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replace an outermost module's inputs by views with exponents of their own; a tensor passed twice has one."""
+    name, bound = tracer.modules[module], inspect.signature(module.forward).bind(*args, **kwargs)
+    inputs, known = tracer.inputs.setdefault(name, {}), tracer.known.setdefault(name, {})
+    powers = tracer.powers[0].get(name, {})
+    views: dict[int, Tensor] = {}
+
+    def enter(path: str, tensor: Tensor) -> Tensor:
+        known[path] = known.get(path, True) and tensor.dtype == torch.bfloat16
+        if tracer.names.of(tensor):
+            return tensor
+        if path not in inputs:
+            inputs[path] = tracer.equations.unknown(f"input {path} of {name or 'the model'}")
+        if id(tensor) in views:
+            tracer.equate(inputs[path], tracer.single(tracer.track(views[id(tensor)])) or {}, "is passed twice")
+            return views[id(tensor)]
+        view = views[id(tensor)] = tracer.entered("input", name, tensor, inputs[path], powers.get(path, 0))
+        return view
+
+    bound.arguments.update(replaced(dict(bound.arguments), enter))
+    return bound.args, bound.kwargs
+
+
+def scale_input(tracer: Tracer, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Add the exponent of a module's prologue to that of its first floating-point input."""
+    name, inputs = tracer.modules[module], (args, kwargs)
+    leaves = float_leaves(inputs) if name in tracer.prologue_powers else []
+    form = tracer.single(tracer.track(leaves[0][1])) if leaves else None
+    if form is None:  # no input, or zeros
+        return None
+    if name not in tracer.prologues:
+        tracer.prologues[name] = tracer.equations.unknown(f"first input of {name}")
+    first, leaf = leaves[0]
+    total = add(form, tracer.prologues[name])
+    view = tracer.entered("its input", name, leaf, total, tracer.prologue_powers[name])
+    changed: tuple[Any, Any] = replaced(inputs, lambda path, each: view if path == first else each)
+    return changed
+
+
+def modules_to_enter(tracer: Tracer, peaks: Iterable[Peak]) -> set[str]:
+    """Return modules whose input could be scaled before them, where tensors that are too large cannot be.
+
+    They are those whose epsilon is written in their code, which read a scaled stream only behind a factor; and the
+    first of each list of layers with such a tensor, where a stream begins that no parameter writes.
+    """
+    stuck = {peak.module for peak in peaks if not peak.form and peak.needed > 0}
+    firsts = {
+        name
+        for module, name in tracer.modules.items()
+        if name.endswith(".0") and any(contains(owner(name), path) for path in stuck)
+    }
+    return {name for name in firsts | tracer.rigid if name in tracer.results and name not in tracer.inputs}
