@@ -238,6 +238,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "throughput": block("throughput", throughput.table),
     "perplexity": block("perplexity", perplexity.table),
     "whole_gemma": block("whole_gemma", whole_model.tables, whole_model.verdict),
+    "whole_amplified": block("whole_amplified", whole_model.tables, whole_model.verdict),
     "whole_smollm2": block("whole_smollm2", whole_model.tables, whole_model.verdict),
     "whole_model_speed": lambda: whole_model_speed.combine(
         [stored(name) for name in RESULTS if name.startswith("whole_model on ")]

@@ -34,6 +34,7 @@ RESULTS = {
     "throughput": ROOT / "eval/models/longbench/results/model.json",
     "perplexity": ROOT / "eval/models/perplexity/results/ppl.json",
     "whole_gemma": ROOT / "eval/models/whole_model/results/gemma/whole_model.json",
+    "whole_amplified": ROOT / "eval/models/whole_model/results/amplified/whole_model.json",
     "whole_smollm2": ROOT / "eval/models/whole_model/results/smollm2/whole_model.json",
     "gradients": ROOT / "eval/accuracy/gradients/results/gradients.json",
     "rounding": ROOT / "eval/accuracy/rounding_bias/results/bias.json",

@@ -26,6 +26,7 @@ def test_a_page_that_is_out_of_date_is_named_and_then_written(monkeypatch, tmp_p
 
 MISSED = {
     "whole_gemma": ["gemma_top1"],
+    "whole_amplified": ["amplified_top1"],
     "whole_smollm2": ["smollm2_top1"],
     "backends on h200": ["triton on hybrid(0,10)"],
     "whole_model on gemma-3-4b": ["gemma-3-4b_time"],
