@@ -192,3 +192,20 @@ def test_buffers_that_an_offloaded_model_writes_are_not_those_of_the_sample():
     pasa.to_fp16(model, torch.ones(2, 4))
     assert weights(model)[".mean"].tolist() == [0] * 4
     assert copy.deepcopy(weights(model))[".mean"].dtype == torch.float16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
+def test_a_model_of_which_a_gpu_holds_a_part(family):
+    """Devices are numbers here, as accelerate names them, and the first of them is 0."""
+    plain, model = large(family).cuda(), large(family)
+    inputs = {"input_ids": IDS.cuda(), "use_cache": False}
+    pasa.to_fp16(plain, inputs)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": 0, "lm_head": 0 if family == "qwen2_tied" else "cpu"}
+    accelerate.dispatch_model(model, places)
+    data = weights(model)
+    with torch.no_grad(), pasa.to_fp16(model, inputs, keep_original="cpu"):
+        assert {each.device.type for each in model.parameters()} == {"cuda", "meta"}
+        assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+    same(weights(model), data)
