@@ -138,6 +138,11 @@ def _check(models: Mapping[str, torch.nn.Module], margin: float, keep_original: 
             )
         if any(running.has_adapters(module) for module in model.modules()):
             raise NotImplementedError(f"to_fp16: {kind} has an adapter: merge it first (merge_and_unload, fuse_lora)")
+        if offloading.in_groups(model):
+            raise NotImplementedError(
+                f"to_fp16: {kind} is offloaded in groups, which keep copies of its weights: call to_fp16 first, and "
+                "enable_group_offload afterwards"
+            )
         offloaded = offloading.offloaded({"": model})
         if name := next((name for name, on_disk in offloaded.items() if on_disk), None):
             raise NotImplementedError(

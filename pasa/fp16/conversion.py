@@ -169,7 +169,7 @@ class Conversion:
         self._hooks += guards.hook_guards(self.models, self.plan, self._entered, self._unreached)
         self._hooks += running.hook_islands(self.models, self.plan, self._tracer)
         entered = {name: editing.module_at(self.models, name) for name in self.plan.prologues}
-        self._hooks += hook_prologues(entered, self.plan.prologues)
+        self._hooks += hook_prologues(entered, self.plan.prologues, self.plan.entries)
         self._widened = widen_logits(self.models)
         with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:

@@ -31,24 +31,32 @@ class Epilogue:
 
 
 class Prologue:
-    """Multiplies the first floating-point input of a module by a factor."""
+    """Multiplies an input of a module by a factor: the one under this path in the call of the sample."""
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self, name: str, path: str, factor: float) -> None:
+        self.name, self.path, self.factor = name, path, factor
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the inputs, the first of them times the factor."""
-        first, _ = float_leaves((args, kwargs))[0]
-        changed: tuple[Any, Any] = replaced(
-            (args, kwargs), lambda path, leaf: leaf * self.factor if path == first else leaf
-        )
+        """Return the inputs, one of them times the factor."""
+        changed: tuple[Any, Any] = replaced((args, kwargs), self._scaled)
+        if changed[0] is args and changed[1] is kwargs:
+            raise RuntimeError(
+                f"to_fp16: {self.name} is called in another way than on the sample, and its input would be scaled "
+                "wrongly: undo, and pass a sample that calls the model as you do"
+            )
         return changed
 
+    def _scaled(self, path: str, leaf: Tensor) -> Tensor:
+        return leaf * self.factor if path == self.path else leaf
 
-def hook_prologues(modules: Mapping[str, torch.nn.Module], powers: Mapping[str, int]) -> Iterable[Any]:
+
+def hook_prologues(
+    modules: Mapping[str, torch.nn.Module], powers: Mapping[str, int], paths: Mapping[str, str]
+) -> Iterable[Any]:
     """Scale the first inputs of modules, behind the hooks that make the inputs of FP32 modules FP32."""
     for name, power in powers.items():
-        yield modules[name].register_forward_pre_hook(Prologue(2.0**-power), with_kwargs=True)
+        prologue = Prologue(name, paths[name], 2.0**-power)
+        yield modules[name].register_forward_pre_hook(prologue, with_kwargs=True)
 
 
 def scale_results(tracer: Tracer, name: str, leaves: Sequence[tuple[str, Tensor, Track]]) -> None:
@@ -86,15 +94,17 @@ def scale_inputs(tracer: Tracer, module: torch.nn.Module, args: Any, kwargs: Any
 def scale_input(tracer: Tracer, module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Add the exponent of a module's prologue to that of its first floating-point input."""
     name, inputs = tracer.modules[module], (args, kwargs)
-    leaves = float_leaves(inputs) if name in tracer.prologue_powers else []
-    form = tracer.single(tracer.track(leaves[0][1])) if leaves else None
-    if form is None:  # no input, or zeros
+    leaves = dict(float_leaves(inputs)) if name in tracer.prologue_powers else {}
+    if not leaves:
+        return None
+    first = tracer.entries.setdefault(name, next(iter(leaves)))
+    form = tracer.single(tracer.track(leaves[first])) if first in leaves else None
+    if form is None:  # another call, which is refused when the scaled model makes it, or zeros
         return None
     if name not in tracer.prologues:
         tracer.prologues[name] = tracer.equations.unknown(f"first input of {name}")
-    first, leaf = leaves[0]
     total = add(form, tracer.prologues[name])
-    view = tracer.entered("its input", name, leaf, total, tracer.prologue_powers[name])
+    view = tracer.entered("its input", name, leaves[first], total, tracer.prologue_powers[name])
     changed: tuple[Any, Any] = replaced(inputs, lambda path, each: view if path == first else each)
     return changed
 

@@ -74,6 +74,12 @@ def offloaded(models: Models) -> dict[str, bool]:
     }
 
 
+def in_groups(model: torch.nn.Module) -> bool:
+    """Return whether hooks of diffusers offload the modules of a model in groups."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
+    return any("group_offloading" in getattr(registry, "hooks", ()) for registry in registries)
+
+
 def _device(hook: Any) -> torch.device:
     """Return the device to which a hook loads tensors."""
     return torch.device("cpu" if hook.execution_device is None else hook.execution_device)

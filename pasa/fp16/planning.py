@@ -69,7 +69,7 @@ class Plan:
     epilogues : dict of str to int
         Exponents of factors for the results of modules inside of which a constant is added.
     prologues : dict of str to int
-        Exponents of factors for the first inputs of modules.
+        Exponents of factors for the first inputs of modules, and in `entries` the paths of these inputs.
     islands : dict of str to str
         Modules that stay in FP32, each with the reason.
     peaks : list of Peak
@@ -85,6 +85,7 @@ class Plan:
     outputs: dict[str, dict[str, int]] = field(default_factory=dict)
     epilogues: dict[str, int] = field(default_factory=dict)
     prologues: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, str] = field(default_factory=dict)
     islands: dict[str, str] = field(default_factory=dict)
     peaks: list[Peak] = field(default_factory=list)
     values: dict[int, int] = field(default_factory=dict)
@@ -327,6 +328,7 @@ def _collect(tracer: Tracer, plan: Plan) -> None:
     for place, form in tracer.constants.items():
         if power := plan.exponent(resolve(form)):
             plan.constants[place] = power
+    plan.entries = tracer.entries
     for scaled, factors in ((plan.epilogues, tracer.epilogues), (plan.prologues, tracer.prologues)):
         powers = {name: plan.exponent(resolve(factor or {})) for name, factor in factors.items()}
         scaled.update({name: power for name, power in powers.items() if power})

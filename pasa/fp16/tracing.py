@@ -71,6 +71,8 @@ class Tracer(TorchDispatchMode):
         Parts of fused parameters that a split or slice shows, with their dimension.
     rigid : set of str
         Modules that add a number to a tensor, and keep it in no attribute for an epsilon.
+    entries : dict of str to str
+        Paths of the inputs that `prologues` scale, by module.
     read, aliased : set of str
         Parameters that were read but for sums with a number, and those whose memory was read under another name.
     """
@@ -91,6 +93,7 @@ class Tracer(TorchDispatchMode):
         self.epilogues: dict[str, Form | None] = dict.fromkeys(sorted(epilogues))
         self.prologues: dict[str, Form] = {}
         self.prologue_powers, self.rigid = prologues, set[str]()
+        self.entries: dict[str, str] = {}
         self.constant_sums: list[tuple[int, str]] = []
         self.shown: dict[str, tuple[int, set[Cut]]] = {}
         self.operations: list[Operation] = []

@@ -60,8 +60,8 @@ FP16 = [
     mutant(
         "a factor before a module is forgotten",
         FACTORS,
-        "leaf * self.factor if path == first else leaf",
-        "leaf",
+        "return leaf * self.factor if path == self.path else leaf",
+        "return leaf * 1.0 if path == self.path else leaf",
         OF_EPSILONS + "test_a_norm_whose_epsilon_is_in_its_code_reads_the_stream_as_it_was",
     ),
     mutant(

@@ -33,7 +33,7 @@ def scale(model: torch.nn.Module, plan: Plan) -> None:
         epilogue = factors.Epilogue()
         epilogue.factor = 2.0**-power
         model.get_submodule(name).register_forward_hook(epilogue)
-    list(factors.hook_prologues(dict(model.named_modules()), plan.prologues))
+    list(factors.hook_prologues(dict(model.named_modules()), plan.prologues, plan.entries))
 
 
 def distance(result: Tensor, truth: Tensor) -> float:

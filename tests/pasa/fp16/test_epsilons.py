@@ -192,10 +192,10 @@ class Started(nn.Module):
         with torch.no_grad():
             self.layers[1].write.weight.mul_(1e6)
 
-    def forward(self, x):
+    def forward(self, x, by_name=True):
         stream = nn.functional.gelu(self.start(x))
         for layer in self.layers:
-            stream = layer(x=stream, mask=None)
+            stream = layer(x=stream, mask=None) if by_name else layer(stream)
         return self.last(stream)
 
 
@@ -208,5 +208,7 @@ def test_a_stream_that_an_activation_begins_is_scaled_where_its_layers_begin():
         assert not copy.deepcopy(model).half()(x.half()).isfinite().all()
         handle = pasa.to_fp16(model, x)
         assert (model(x.half()) - truth).abs().max() < 2e-2
+        with pytest.raises(RuntimeError, match=r"layers\.0 is called in another way than on the sample"):
+            model(x.half(), by_name=False)
     assert not handle.report().fp32
     assert not handle.report().beyond

@@ -10,6 +10,7 @@ from accelerate.utils import OffloadedWeightsLoader
 from torch import nn
 
 import pasa
+from tests.pasa.fp16.diffusion_models import FAMILIES as DIFFUSION
 from tests.pasa.fp16.models import FAMILIES, large, outputs
 from tests.pasa.fp16.test_diffusion_pipelines import build, models, run
 
@@ -137,6 +138,20 @@ def test_what_is_on_disk_is_refused_by_name(tmp_path):
     ):
         pasa.to_fp16(model, IDS)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_groups_of_modules_are_offloaded_after_the_conversion():
+    """Story: diffusers keeps a copy of each weight on the host, and would have loaded the unscaled ones."""
+    family = DIFFUSION["unet"]
+    model, plain = family.model(), family.model()
+    cpu = torch.device("cpu")
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    with pytest.raises(NotImplementedError, match=r"is offloaded in groups, .* enable_group_offload afterwards"):
+        pasa.to_fp16(model, family.run)
+    pasa.to_fp16(plain, family.run)
+    truth = family.run(plain)[0]
+    plain.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    assert torch.equal(family.run(plain)[0], truth)
 
 
 def test_parameters_without_data_are_refused():
