@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 OTHER = "of another shape than config.json says"
 STREAMING = (5, 23)  # first version of transformers that was found to run models from disk as it runs them in memory
+WRITING = re.compile(r"Error while serializing.*\(os error (\d+)\)")  # error of safetensors, with the system's number
 SHOWN_LETTERS = 300  # of an error of a library
 SAFE: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 """Loading options for folders from others: no pickle is read, and no code of theirs is run."""
@@ -38,16 +40,20 @@ def check_folder(path: str | Path, file: str) -> Path:
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
+def readable(path: str, offload: str | None = None) -> Iterator[None]:
     """Raise ValueError, with the next step, where a library fails on the files of a model, however it fails.
 
     Folders come from others. A wrong entry in config.json ends in an error of any type, deep inside of the library.
+    Raise OSError if tensors cannot be stored in the folder `offload`.
     """
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
+        if offload and (code := WRITING.match(str(error))):
+            number = int(code[1])
+            raise OSError(number, f"{os.strerror(number)}: make room for fused experts", offload) from error
         raise ValueError(f"model {path!r} has a file of weights that is not whole ({error}): load it again") from error
     except Exception as error:
         why = textwrap.shorten(str(error), SHOWN_LETTERS, placeholder=" ...")
@@ -74,7 +80,7 @@ def load_folder(
         raise FileNotFoundError(f"model {path!r} has no tokenizer (none of {files}): download all files of the model")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with readable(path), quiet():
+    with readable(path, offload), quiet():
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **SAFE}
         options |= on_disk(offload) if offload else {}
         model, info = (kind or AutoModelForCausalLM).from_pretrained(path, **options)

@@ -7,9 +7,10 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ MANIFEST = "pasa_fp16.json"
 NOTE = "FP16.md"
 NOT_COPIED = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".safetensors")
 """Suffixes of weight files; of a checkpoint's other files all at its top are copied."""
+TEMPORARY = ".pasa-"
+"""Begin of the names of files and folders that are there only while the command runs."""
+EXPERT = re.compile(r"\bexperts\.\d+\.")
+"""Part of the names of tensors that transformers fuses to one for all experts of a layer."""
 CHUNK = 1 << 24
 """Bytes that are hashed at once."""
 
@@ -32,7 +37,7 @@ def check_places(folder: Path, out: Path, *, force: bool) -> None:
         raise ValueError(f"to-fp16: {str(out)!r} is in the original's folder, which is never changed: name another")
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"to-fp16: {str(out)!r} is a file: name a folder")
-    if force or not out.is_dir() or not any(out.iterdir()):
+    if force or not out.is_dir() or all(path.name.startswith(TEMPORARY) for path in out.iterdir()):
         return
     if not (out / MANIFEST).is_file():
         raise FileExistsError(f"to-fp16: {str(out)!r} holds other files: name another folder, or add --force")
@@ -40,6 +45,69 @@ def check_places(folder: Path, out: Path, *, force: bool) -> None:
         raise FileExistsError(
             f"to-fp16: {str(out)!r} holds a converted checkpoint already: name another folder, or add --force"
         )
+
+
+@contextmanager
+def scratch_folder(out: Path) -> Iterator[str]:
+    """Make a folder in the output for tensors that transformers stores in another form, such as fused experts.
+
+    It is removed at the end, and so is an output folder that was made for it and holds nothing else. A run that was
+    killed leaves it, and the next one removes it.
+    """
+    place, made = out / f"{TEMPORARY}scratch", [each for each in (out, *out.parents) if not each.exists()]
+    try:
+        with _named(out):
+            _remove(place)
+            place.mkdir(parents=True)
+        yield str(place)
+    finally:
+        _remove(place)
+        with suppress(OSError):  # holds files by now
+            for each in made:
+                each.rmdir()
+
+
+def _remove(place: Path) -> None:
+    """Remove a folder if it is there."""
+    if place.is_dir():
+        shutil.rmtree(place)
+
+
+def check_space(source: Checkpoint, folder: Path, out: Path, *, fused: int, at_once: bool) -> None:
+    """Refuse a disk that has no room for the shards that are not written yet, nor for fused experts.
+
+    Parameters
+    ----------
+    source : Checkpoint
+    folder, out : Path
+    fused : int
+        Bytes of the fused experts, which are stored while a model runs.
+    at_once : bool
+        They are stored beside complete shards, and not before the first.
+
+    Raises
+    ------
+    OSError
+        The disk is too small.
+    """
+    place = out
+    while not place.exists():
+        place = place.parent
+    left = [shard for shard in set(source.files.values()) if not (out / shard).is_file()]
+    wide = source.dtype(min(source.files)).itemsize >= 4  # files of FP32 become half as large
+    shards = sum((folder / shard).stat().st_size for shard in left) // (2 if wide else 1)
+    needed = shards + fused if at_once else max(shards, fused)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        also = f", {fused / 1e9:.2f} GB of it for fused experts while it runs" if fused else ""
+        raise OSError(
+            errno.ENOSPC, f"to-fp16 needs {needed / 1e9:.2f} GB{also}, and {free / 1e9:.2f} GB are free", str(out)
+        )
+
+
+def size_of_experts(source: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the bytes of all experts that transformers may fuse when it loads them in a dtype."""
+    return sum(math.prod(source.shape(name)) for name in source.names if EXPERT.search(name)) * dtype.itemsize
 
 
 class Writer:
@@ -56,6 +124,8 @@ class Writer:
         Replace the checkpoint that `out` holds.
     written : list of Path
         Takes the path of each complete file.
+    fused : int, default 0
+        Bytes of fused experts that are stored in `out` when the written checkpoint is loaded.
     """
 
     def __init__(
@@ -68,14 +138,15 @@ class Writer:
         *,
         force: bool,
         written: list[Path],
+        fused: int = 0,
     ) -> None:
         self.source, self.folder, self.out, self.powers = source, folder, out, powers
         self.written = written
         self.settings = json.loads(json.dumps(settings))
         self.shards = sorted(set(source.files.values()))
-        self._begin(force)
+        self._begin(fused, force=force)
 
-    def _begin(self, force: bool) -> None:
+    def _begin(self, fused: int, *, force: bool) -> None:
         """Make the folder ready: complete shards of an interrupted run with these settings are kept."""
         before = _read(self.out / MANIFEST) if (self.out / MANIFEST).is_file() else {}
         same = not before.get("complete") and before.get("settings") == self.settings
@@ -86,28 +157,12 @@ class Writer:
         if not same and self.out.is_dir():
             for path in [*self.out.glob("*.safetensors"), *self.out.glob("*.safetensors.index.json")]:
                 path.unlink()
-        self._check_space()
+        check_space(self.source, self.folder, self.out, fused=fused, at_once=True)
         with _named(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        for path in self.out.glob(".pasa-*"):
+        for path in self.out.glob(f"{TEMPORARY}*"):
             path.unlink()
         self._put_json(MANIFEST, {"complete": False, "settings": self.settings})
-
-    def _check_space(self) -> None:
-        place = self.out
-        while not place.exists():
-            place = place.parent
-        left = [shard for shard in self.shards if not (self.out / shard).is_file()]
-        needed = sum((self.folder / shard).stat().st_size for shard in left) // (2 if self._is_wide() else 1)
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise OSError(
-                errno.ENOSPC, f"to-fp16 needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free", str(self.out)
-            )
-
-    def _is_wide(self) -> bool:
-        """Return whether the original is in FP32, so that its files become half as large."""
-        return self.source.dtype(min(self.source.files)).itemsize >= 4
 
     def write(self, config: Mapping[str, Any], note: str, details: Mapping[str, Any]) -> int:
         """Write all files, the manifest last; return how many shards were there already.
@@ -193,7 +248,7 @@ class Writer:
 
     def _put(self, name: str, write: Callable[[Path], object]) -> None:
         """Write a file under a temporary name, then rename it: under its own name it is whole."""
-        place = self.out / f".pasa-{name}"
+        place = self.out / f"{TEMPORARY}{name}"
         try:
             with _named(self.out / name):
                 write(place)

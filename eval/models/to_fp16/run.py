@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.model_folder import load_folder, on_disk, quiet
+from pasa.eval.kit.model_folder import load_folder, on_disk, quiet, readable
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.to_fp16.sample import TEXT
@@ -57,7 +56,7 @@ def run_to_fp16(
     checkpoint = open_source(folder)
     writing.check_places(folder, target, force=force)
     say("loading the model")
-    with _on_disk(folder, checkpoint, target) as (model, tokenizer, weights):
+    with _on_disk(folder, checkpoint, target) as (model, tokenizer, weights, fused):
         ids = tokens(model, tokenizer, text)
         before = None if skip_check else score(model, ids)
         say("choosing powers of two")
@@ -85,7 +84,16 @@ def run_to_fp16(
     }
     kind = type(model)
     del model, conversion
-    writer = writing.Writer(checkpoint, folder, target, powers, settings, force=force, written=output.WRITTEN)
+    writer = writing.Writer(
+        checkpoint,
+        folder,
+        target,
+        powers,
+        settings,
+        force=force,
+        written=output.WRITTEN,
+        fused=0 if skip_check else fused * torch.float16.itemsize,
+    )
     details = {"peaks": result["records"], "hidden_states": hidden, "underflow": result["underflow"]}
     kept = writer.write(config, note_of(values, powers, hidden), details)
     say("running the written checkpoint")
@@ -105,20 +113,11 @@ def run_to_fp16(
 
 
 @contextmanager
-def _scratch(target: Path) -> Iterator[str]:
-    """Make a folder beside the output for tensors that transformers stores in another form, such as fused experts."""
-    place = target.absolute().parent
-    while not place.is_dir():
-        place = place.parent
-    with tempfile.TemporaryDirectory(prefix=".pasa-", dir=place) as scratch:
-        yield scratch
-
-
-@contextmanager
-def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tuple[Any, Any, Weights]]:
+def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tuple[Any, Any, Weights, int]]:
     """Load a model whose weights stay on disk, in BF16 if they all are and otherwise in FP32, and its tokenizer.
 
-    The class is the one that its configuration names. Memory holds the weights of one module at a time.
+    The class is the one that its configuration names. Memory holds the weights of one module at a time. The last thing
+    that is yielded is how many weights are fused, and so stored in another form while the model is there.
     """
     import transformers
 
@@ -134,7 +133,9 @@ def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tup
         )
     stored = {checkpoint.dtype(name) for name in checkpoint.names}
     dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
-    with _scratch(target) as scratch:
+    experts = writing.size_of_experts(checkpoint, dtype) if on_disk(str(target)) else 0
+    writing.check_space(checkpoint, folder, target, fused=experts, at_once=False)
+    with writing.scratch_folder(target) as scratch:
         model, tokenizer = load_folder(str(folder), dtype, kind, scratch)
         with running.plain({"": model}), Weights({"": model}) as weights:
             for name, parameter in model.named_parameters():
@@ -142,13 +143,20 @@ def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tup
                     raise ValueError(
                         f"to-fp16: {name} of {str(folder)!r} holds infinities or NaN: load the checkpoint again"
                     )
-            yield model, tokenizer, weights
+            stored = sum(path.stat().st_size for path in Path(scratch).iterdir())
+            yield model, tokenizer, weights, stored // dtype.itemsize
 
 
 def _score_written(kind: Any, target: Path, ids: Tensor) -> Run:
     """Return the score of the written checkpoint, loaded by transformers alone; its weights stay on disk too."""
-    with _scratch(target) as scratch, quiet():
-        return score(kind.from_pretrained(target, dtype=torch.float16, **on_disk(scratch)).eval(), ids)
+    with writing.scratch_folder(target) as scratch, quiet():
+        try:
+            with readable(str(target), scratch):
+                model = kind.from_pretrained(target, dtype=torch.float16, **on_disk(scratch)).eval()
+        except OSError as error:
+            why = f"{error.strerror or error}; the new checkpoint is whole, but was not run"
+            raise OSError(error.errno, why, error.filename) from error
+        return score(model, ids)
 
 
 def tokens(model: Any, tokenizer: Any, text: str) -> Tensor:
