@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pasa.first_nonfinite import NonFiniteWatch
-from pasa.fp16 import counting, editing, guards, running
+from pasa.fp16 import counting, editing, guards, offloading, running
 from pasa.fp16.confirming import confirm
 from pasa.fp16.factors import Epilogue, hook_prologues, modules_to_enter
 from pasa.fp16.handle import Fp16Report
@@ -203,6 +203,8 @@ class Conversion:
         self._counters = counting.Counters(self.models, watched, entries, self.margin, self._entered)
         self._hooks += self._counters.handles
         kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
+        if keep:  # accelerate makes tied weights several parameters when its hooks are removed
+            kept |= {name: kept[first] for name, first in editing.tied_names(self.models)}
         self._original = {name: partial(torch.Tensor.detach, data) for name, data in kept.items()}
         for model in self.models.values():
             device = next((parameter.device for parameter in model.parameters()), None)
@@ -216,6 +218,12 @@ class Conversion:
             raise RuntimeError(
                 'to_fp16: the original was not kept, so undo is not possible: call to_fp16 with keep_original="cpu", '
                 "or load the model again"
+            )
+        name = next((name for name, on_disk in offloading.offloaded(self.models).items() if on_disk), None)
+        if name or any(map(offloading.in_groups, self.models.values())):
+            where = f"{name} is offloaded to disk" if name else "the model is offloaded in groups"
+            raise RuntimeError(
+                f"to_fp16: {where} since the conversion, where the original cannot be restored: load the model again"
             )
         with running.plain(self.models), self.weights:
             self.restore()

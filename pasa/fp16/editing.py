@@ -25,6 +25,15 @@ def named_tensors(models: Models) -> Iterator[tuple[str, Tensor]]:
                 yield join(prefix, path), tensor
 
 
+def tied_names(models: Models) -> Iterator[tuple[str, str]]:
+    """Yield all names of floating-point parameters, each with the first name of the same object."""
+    firsts = {id(tensor): name for name, tensor in named_tensors(models)}
+    for prefix, model in models.items():
+        for path, tensor in model.named_parameters(remove_duplicate=False):
+            if id(tensor) in firsts:
+                yield join(prefix, path), firsts[id(tensor)]
+
+
 def computed_buffers(models: Models) -> set[str]:
     """Return the buffers that no checkpoint holds, such as rotary frequencies."""
     return {

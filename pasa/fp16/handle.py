@@ -148,7 +148,8 @@ class Fp16Handle:
         Raises
         ------
         RuntimeError
-            The original was not kept: call `to_fp16` with ``keep_original="cpu"``.
+            The original was not kept: call `to_fp16` with ``keep_original="cpu"``. Or the model was offloaded to disk
+            or in groups since the conversion, and stays as it is.
         """
         if self.active:
             self._undo()

@@ -31,11 +31,19 @@ def widen_logits(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, Calla
         name = "_old_forward" if hooked else "forward"
         if name in vars(head) and not (hooked and vars(head)[name] == type(head).forward.__get__(head)):
             continue
-        undo = partial(setattr, head, name, vars(head)[name]) if hooked else partial(delattr, head, name)
-        setattr(head, name, Product(head))
+        product = Product(head)
+        setattr(head, name, product)
         path = next(name for name, module in model.named_modules() if module is head)
-        widened.append((join(prefix, path), undo))
+        widened.append((join(prefix, path), partial(_narrow, head, product)))
     return widened
+
+
+def _narrow(head: torch.nn.Linear, product: Product) -> None:
+    """Let a head have its own forward again; since then, a hook of accelerate may have been added or removed."""
+    if vars(head).get("forward") is product:
+        del head.forward
+    elif vars(head).get("_old_forward") is product:
+        vars(head)["_old_forward"] = type(head).forward.__get__(head)
 
 
 class Product:

@@ -209,6 +209,55 @@ def test_buffers_that_an_offloaded_model_writes_are_not_those_of_the_sample():
     assert copy.deepcopy(weights(model))[".mean"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
+@pytest.mark.parametrize("when", ["offloaded after it", "in memory after it"])
+def test_undo_of_a_model_that_was_moved_after_the_conversion(when, family):
+    """Stories: undo removed the forward of accelerate's hook in the place of its own, and logits were 1e28.
+
+    Without its hooks, tied weights are two parameters, and undo left one of them scaled.
+    """
+    model = large(family)
+    before = outputs(model, family)
+    if when == "in memory after it":
+        accelerate.cpu_offload(model, "cpu")
+    handle = pasa.to_fp16(model, IDS, keep_original="cpu")
+    scaled = outputs(model, family)
+    if when == "in memory after it":
+        hooks.remove_hook_from_submodules(model)
+    else:
+        accelerate.cpu_offload(model, "cpu")
+    same(outputs(model, family), scaled)
+    handle.undo()
+    same(outputs(model, family), before)
+
+
+def test_undo_is_refused_on_disk_where_it_would_leave_scaled_weights(tmp_path):
+    """Story: undo removed all hooks, and the weights on disk stayed scaled: logits were NaN without an error."""
+    model = large("qwen2")
+    handle = pasa.to_fp16(model, IDS, keep_original="cpu")
+    truth = outputs(model, "qwen2")
+    accelerate.disk_offload(model, tmp_path, "cpu")
+    with pytest.raises(
+        RuntimeError, match=r"weight is offloaded to disk since the conversion, .* load the model again"
+    ):
+        handle.undo()
+    same(outputs(model, "qwen2"), truth)
+    assert not handle.report().undone
+
+
+def test_undo_is_refused_in_groups_which_keep_scaled_weights():
+    family = DIFFUSION["unet"]
+    model, cpu = family.model(), torch.device("cpu")
+    handle = pasa.to_fp16(model, family.run, keep_original="cpu")
+    truth = family.run(model)[0]
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    with pytest.raises(
+        RuntimeError, match=r"model is offloaded in groups since the conversion, .* load the model again"
+    ):
+        handle.undo()
+    assert torch.equal(family.run(model)[0], truth)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied"])
 def test_a_model_of_which_a_gpu_holds_a_part(family):
