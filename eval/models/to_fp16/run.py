@@ -84,15 +84,9 @@ def run_to_fp16(
     }
     kind = type(model)
     del model, conversion
+    stored = 0 if skip_check else fused * torch.float16.itemsize
     writer = writing.Writer(
-        checkpoint,
-        folder,
-        target,
-        powers,
-        settings,
-        force=force,
-        written=output.WRITTEN,
-        fused=0 if skip_check else fused * torch.float16.itemsize,
+        checkpoint, folder, target, powers, settings, force=force, written=output.WRITTEN, fused=stored
     )
     details = {"peaks": result["records"], "hidden_states": hidden, "underflow": result["underflow"]}
     kept = writer.write(config, note_of(values, powers, hidden), details)
@@ -143,8 +137,8 @@ def _on_disk(folder: Path, checkpoint: Checkpoint, target: Path) -> Iterator[tup
                     raise ValueError(
                         f"to-fp16: {name} of {str(folder)!r} holds infinities or NaN: load the checkpoint again"
                     )
-            stored = sum(path.stat().st_size for path in Path(scratch).iterdir())
-            yield model, tokenizer, weights, stored // dtype.itemsize
+            fused = sum(path.stat().st_size for path in Path(scratch).iterdir())
+            yield model, tokenizer, weights, fused // dtype.itemsize
 
 
 def _score_written(kind: Any, target: Path, ids: Tensor) -> Run:
