@@ -127,7 +127,7 @@ def measure(
 
     own, (captured, our_call) = entered(ours)
     if our_call is None:
-        return record | {name: captured.get(name) for name in ("status", "why", "rmse", "rmse_limit")}
+        return record | {name: captured[name] for name in ("status", "why", "rmse", "rmse_limit") if name in captured}
     made = [entered(each) for each in peers]
     if not any(call for _, (_, call) in made):
         made.append(entered(last))
@@ -141,17 +141,17 @@ def measure(
 def _compare(
     clock: Clock, own: Record, call: Any, eager: dict[str, Record], peers: dict[str, Any], rounds: int
 ) -> Record:
-    """Return times and ratio of our call and the fastest peer, both in CUDA graphs, and the host time of eager calls."""
+    """Return times and ratio of our call and the fastest peer in CUDA graphs, and the host time of eager calls."""
     try:
-        times, _ = interleave(clock, {DEFAULT.name: call, **peers}, rounds)
+        times, _ = interleave(clock, {own["implementation"]: call, **peers}, rounds)
     except Exception as error:  # the call ran before, so the device has failed
         return {"status": NOT_RUN, "why": f"while timed: {output.error_line(error)}"}
     us = {name: 1e3 * summary(each)["median_ms"] for name, each in times.items()}
-    fastest = min(peers, key=lambda name: us[name])
+    name, fastest = own["implementation"], min(peers, key=lambda each: us[each])
     host_us, peer_host_us = own["host_us"], eager[fastest]["host_us"]
     return {
-        "ratio": ratio(times[DEFAULT.name], times[fastest]),
-        "us": us[DEFAULT.name],
+        "ratio": ratio(times[name], times[fastest]),
+        "us": us[name],
         "peer": fastest,
         "variant": eager[fastest]["variant"],
         "peer_us": us[fastest],
