@@ -107,8 +107,11 @@ class Gate:
     def emulated(self, config: pasa.PasaConfig) -> tuple[float, float]:
         """Return the errors of the reference backend on the sampled rows."""
         if config not in self._emulated:
-            options: dict[str, Any] = {"return_lse": True, "config": config, "backend": "reference"}
-            made = [pasa.attention(*self._cut(*piece), **self._visibility(*piece), **options) for piece in self.pieces]
+            options = {"return_lse": True, "config": config, "backend": "reference"}
+            visible = [self._visibility(*piece) | options for piece in self.pieces]
+            made = [
+                pasa.attention(*self._cut(*piece), **each) for piece, each in zip(self.pieces, visible, strict=True)
+            ]
             out, lse = (torch.cat(part, 2) for part in zip(*made, strict=True))
             self._emulated[config] = self._errors(out, lse)
         return self._emulated[config]
