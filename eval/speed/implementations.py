@@ -45,7 +45,7 @@ def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     scope = partial(sdpa_kernel, getattr(SDPBackend, backend))
-    attend = partial(scaled_dot_product_attention, is_causal=inputs.causal)
+    attend = partial(scaled_dot_product_attention, **inputs.visibility)
     q, k, v = inputs.tensors
     groups = q.shape[1] // k.shape[1]
     if groups == 1:
@@ -79,9 +79,9 @@ def _sage(inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
-def _ours(name: str, what: str, config: pasa.PasaConfig, backend: str = "triton") -> Implementation:
+def _ours(name: str, what: str, config: pasa.PasaConfig, backend: str | None = "triton") -> Implementation:
     def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
-        options |= {"is_causal": inputs.causal, "config": config, "backend": backend}
+        options |= {**inputs.visibility, "config": config, "backend": backend}
         return partial(pasa.attention, *inputs.tensors, **options)
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
@@ -157,6 +157,9 @@ IMPLEMENTATIONS = (
     ),
     Implementation("pasa-reference", "ours, the emulation", _reference, EXACT, shifted=True),
 )
+# What a user gets who names no backend. It may choose `sdpa`, so it is allowed the rounding of unshifted scores.
+DEFAULT = _ours("pasa-default", "ours, the default on the backend that pasa.attention chooses", EXACT, backend=None)
+MATH = Implementation("sdpa-math", "torch SDPA, math backend", partial(_sdpa, "MATH"))
 OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa", "triton")))
 
 

@@ -19,7 +19,6 @@ METHOD = (
     "over the implementation's time, median of the rounds; above 1 the implementation is faster. Calls under 2 ms "
     "start with a cold L2. All passes over K are included."
 )
-BIASES = "; ".join(f"+{name}: {what}" for name, what in DATA.items() if name != "randn")
 
 
 def report(result: Record) -> list[Table | str]:
@@ -68,7 +67,13 @@ def bias_table(result: Record) -> Table:
         slower = [f"{x / y:.2f}" if x and y else "-" for x, y in zip(*times, strict=True)]
         rows.append([f"{case}: x cuDNN", *(cell(biased.get(name), "to_cudnn") for name in names)])
         rows += [["time / unbiased", *slower], ["RMSE", *(rmse(biased.get(name)) for name in names)]]
-    return Table("Biased keys, where a shift is active", ["case", *names], rows, f"{BIASES}.")
+    return Table("Biased keys, where a shift is active", ["case", *names], rows, f"{biases(result)}.")
+
+
+def biases(result: Record) -> str:
+    """Return what the names of a result's kinds of data stand for."""
+    kinds = dict.fromkeys(case["data"] for case in result["cases"] if case["data"] != "randn")
+    return "; ".join(f"+{name}: {DATA[name]}" for name in kinds)
 
 
 def part_table(result: Record) -> Table:
@@ -222,7 +227,7 @@ def readme_speed() -> str:
         "RMSE ours": lambda place: rmse(place.get("pasa")),
     }
     table = Table.of("", places(result, decode=False), columns)
-    names = f"{BIASES}; portable: our kernels without the one for Hopper"
+    names = f"{biases(result)}; portable: our kernels without the one for Hopper"
     return f"{METHOD} {names}.\n\n{table.markdown()}\n\n{source(result)}"
 
 
@@ -238,7 +243,7 @@ def readme_decode() -> str:
     for case in (each["name"] for each in result["cases"] if each["decode"] and each["data"] != "randn"):
         biased, plain = (lines(result, name, "graph")["pasa"]["median_ms"] for name in (case, case.partition("+")[0]))
         slower.append(f"{case} {biased / plain:.1f}")
-    added = f"pasa's time with a bias over its time without, in a CUDA graph: {', '.join(slower)}. {BIASES}."
+    added = f"pasa's time with a bias over its time without, in a CUDA graph: {', '.join(slower)}. {biases(result)}."
     return "\n\n".join([title, table.markdown(), alone, added, source(result)])
 
 
@@ -251,7 +256,7 @@ def readme_paged() -> str:
         by_name = lines(result, case["name"], "graph")
         rows.append([case["name"], case["shape"], *(f"{1e3 * by_name[name]['median_ms']:.1f}" for name in names)])
     table = Table("", ["case", "shape", *names.values()], rows)
-    method = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {BIASES}."
+    method = f"Microseconds of a call in a CUDA graph. Pages are in random order, with anchors. {biases(result)}."
     return f"{method}\n\n{table.markdown()}\n\n{source(result)}"
 
 
@@ -267,4 +272,4 @@ def readme_guards() -> str:
         rows.append([case, f"{plain:.4g}", f"{guarded:.4g}", f"{guarded / plain:.3f}", *host, *errors])
     header = ["case", "without ms", "guarded ms", "ratio", "host µs without", "host µs", "RMSE without", "RMSE"]
     method = f"Backend `sdpa` beside the kernel that it guards; decoding and short cases in a CUDA graph. {METHOD}"
-    return f"{method} {BIASES}.\n\n{Table('', header, rows).markdown()}\n\n{source(result)}"
+    return f"{method} {biases(result)}.\n\n{Table('', header, rows).markdown()}\n\n{source(result)}"

@@ -36,6 +36,7 @@ Entrant: TypeAlias = tuple[Record, Call | None]
 def run_speed(
     case: Names = None,
     implementation: Names = None,
+    data: Annotated[list[str] | None, typer.Option(help="A kind of data for each shape, repeatable.")] = None,
     rounds: Annotated[int, "Timed turns of each implementation."] = 5,
     progress: Report = silent,
 ) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def run_speed(
     ``records`` (one for each case, implementation and way of running, eager or CUDA graph), ``parts`` and ``gate``,
     which passes if every PASA implementation that ran is accurate.
     """
-    cases, implementations = select_cases(case), select_implementations(implementation)
+    cases, implementations = select_cases(case, data), select_implementations(implementation)
     at_least(1, rounds=rounds)
     clock = CudaClock()
     with torch.inference_mode():

@@ -21,9 +21,9 @@ import pasa
 from pasa.eval.accuracy.rmse import cases
 from pasa.eval.accuracy.rmse.measure import Record, golden_by_head, quotient
 from pasa.eval.kit import output
-from pasa.eval.kit.attention_calls import AttentionCalls
+from pasa.eval.kit.attention_calls import show_layers
 from pasa.eval.kit.device import describe, origin, pick_device
-from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
+from pasa.eval.kit.embedded_model import load_model, read_essay, require_built_in
 from pasa.eval.kit.error_metrics import measure_errors
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
@@ -43,7 +43,7 @@ BIAS, BIAS_LIMIT = 80, 0.6  # a bias on 16 channels; the RMSE over torch's that 
 BIAS_SEEDS = 12  # many of them give rows of one weight, which have no error
 BIAS_CASES = tuple(cases.BiasCase(BIAS, keys_only=only) for only in (False, True))
 KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # those that the backend sdpa uses on CUDA
-ESSAY, OFFSET = "worked", 131072  # the longest essay; the constant added to every score of the biased model
+OFFSET = 131072  # the constant added to every score of the biased model
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -212,15 +212,13 @@ def run_layers(
     require_built_in(model=True, text=True)
     device = pick_device()
     model, tokenizer = load_model()
-    text = find_essays()[ESSAY].read_text(encoding="utf-8")
-    ids = tokenizer(text, return_tensors="pt").input_ids[:, :tokens].to(device)
+    ids = read_essay(tokenizer, tokens).to(device)
     records: list[Record] = []
     biased, info = inject_overflow(model, OFFSET)
     for name, each in {"as trained": model, "biased": biased}.items():
         layers = each.config.num_hidden_layers
         record = partial(_record_layer, records, name, partial(_tell, progress, layers, name))
-        with torch.no_grad(), pasa.patch_pipeline(each.to(device)), AttentionCalls(record, values=True):
-            each(ids, use_cache=False)
+        show_layers(each.to(device), ids, record)
     return {
         "note": f"SmolLM2-135M-Instruct, {ids.shape[1]} tokens, each layer's tensors rounded to FP16",
         "environment": describe(device, "transformers"),

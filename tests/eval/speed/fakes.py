@@ -62,7 +62,7 @@ def implementation(
 
     def attend(inputs: Inputs) -> Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
-        return alter(pasa.attention(q, k, v, is_causal=inputs.causal, config=config, backend="reference"))
+        return alter(pasa.attention(q, k, v, **inputs.visibility, config=config, backend="reference"))
 
     def prepare(inputs: Inputs) -> dict[str, Call]:
         return {

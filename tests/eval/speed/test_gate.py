@@ -107,3 +107,24 @@ def test_large_cases_sample_first_middle_and_last_rows_of_spread_heads() -> None
     assert all(keys.stop == rows.stop for rows, keys in pieces)
     decode = SpeedCase("d", 1, 28, 4, 16, 131072, 128, decode=True)
     assert sampled_pieces(decode, 4) == [(slice(0, 16), slice(131072))]
+
+
+def test_rows_of_padding_are_not_judged_and_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends write what they like where a row sees no key, and nobody reads it."""
+    for limit in (2**26, 2**10):
+        monkeypatch.setattr(module, "ALL_BELOW", limit)
+        monkeypatch.setattr(module, "SAMPLED_ROWS", 96)
+        case = dataclasses.replace(CASE, padded=True)
+        inputs = case.inputs("cpu")
+        gate, padding = Gate(case, inputs), int(case.paddings()[1])
+        assert padding > 0
+        assert gate.resolution < 1e-5
+        options = {"attn_mask": inputs.mask, "config": EXACT, "return_lse": True, "backend": "reference"}
+        out, lse = pasa.attention(*inputs.tensors, **options)
+        assert gate.judge(out, lse, EXACT, shifted=True).why == ""
+        out[1, :, :padding], lse[1, :, :padding] = torch.nan, torch.nan
+        assert gate.judge(out, lse, EXACT, shifted=True).why == ""
+        unmasked = pasa.attention(*inputs.tensors, is_causal=True, backend="reference")
+        assert "RMSE" in gate.judge(unmasked, None, EXACT, shifted=True).why
+        out[1, 0, padding, 0] = torch.nan
+        assert "1 values are not finite" in gate.judge(out, lse, EXACT, shifted=True).why

@@ -193,9 +193,9 @@ def test_the_reader_reads_everything_once() -> None:
 def test_options_reach_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CudaClock", FakeClock)
     monkeypatch.setattr(run, "copy_bandwidth", lambda clock: BANDWIDTH)
-    monkeypatch.setattr(run, "select_cases", lambda names: [TINY] if names == ["a", "b"] else [])
+    monkeypatch.setattr(run, "select_cases", lambda names, data: [TINY] if (names, data) == (["a", "b"], ["e"]) else [])
     monkeypatch.setattr(run, "select_implementations", lambda names: OURS if names == ["c", "d"] else ())
-    result = run.run_speed(case=["a", "b"], implementation=["c", "d"], rounds=2)
+    result = run.run_speed(case=["a", "b"], implementation=["c", "d"], data=["e"], rounds=2)
     assert [each["how"] for each in result["records"]] == ["eager", "graph"]
     assert result["rounds"] == 2
 
