@@ -262,16 +262,11 @@ def widen_scores(tracer: Tracer, plan: Plan, patched: Iterable[str], margin: flo
         value = float(operation.peaks.max())
         if not LARGEST < value * margin < INFINITE:  # the lowest number of a dtype is that of FP16's where it is added
             continue
-        while island and island not in tracer.results:
-            island = owner(island)
-        if not island or island in tracer.outputs:
-            raise NotImplementedError(
-                f"to_fp16: {operation.module or 'the model'} stores attention scores up to {value:.3g}, which FP16 "
-                "cannot hold with a margin, and its attention cannot be patched: call scaled_dot_product_attention "
-                "there"
-            )
-        plan.islands = {inner: why for inner, why in plan.islands.items() if not inside(inner, [island])}
-        plan.islands[island] = f"its attention scores reach {value:.3g}, and it cannot be patched"
+        refusal = (
+            f"to_fp16: {operation.module or 'the model'} stores attention scores up to {value:.3g}, which FP16 cannot "
+            "hold with a margin, and its attention cannot be patched: call scaled_dot_product_attention there"
+        )
+        _widen(tracer, plan, island, f"its attention scores reach {value:.3g}, and it cannot be patched", refusal)
 
 
 def widen_owners(tracer: Tracer, plan: Plan, largest: Mapping[str, float]) -> None:
@@ -293,15 +288,27 @@ def widen_owners(tracer: Tracer, plan: Plan, largest: Mapping[str, float]) -> No
         island = owner(name)
         if value <= LARGEST or inside(island, plan.islands):
             continue
-        while island and island not in tracer.results:
-            island = owner(island)
-        if not island or island in tracer.outputs:
-            raise NotImplementedError(
-                f"to_fp16: {name} reaches {value:.3g}, which FP16 cannot hold, and it cannot be scaled: keep this "
-                "model in FP32"
-            )
-        plan.islands = {inner: why for inner, why in plan.islands.items() if not inside(inner, [island])}
-        plan.islands[island] = f"{name} reaches {value:.3g} and cannot be scaled"
+        refusal = (
+            f"to_fp16: {name} reaches {value:.3g}, which FP16 cannot hold, and it cannot be scaled: keep this model in "
+            "FP32"
+        )
+        _widen(tracer, plan, island, f"{name} reaches {value:.3g} and cannot be scaled", refusal)
+
+
+def _widen(tracer: Tracer, plan: Plan, island: str, why: str, refusal: str) -> None:
+    """Let a module, or the innermost one around it whose result was traced, stay in FP32 with all within it.
+
+    Raises
+    ------
+    NotImplementedError
+        With the text `refusal`, if only an outermost module would do.
+    """
+    while island and island not in tracer.results:
+        island = owner(island)
+    if not island or island in tracer.outputs:
+        raise NotImplementedError(refusal)
+    plan.islands = {inner: other for inner, other in plan.islands.items() if not inside(inner, [island])}
+    plan.islands[island] = why
 
 
 def _why(tracer: Tracer, peak: Peak) -> str:

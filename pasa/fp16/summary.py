@@ -1,4 +1,4 @@
-"""Which results of a model's modules are scaled or near FP16's limit, for the report and for the counters."""
+"""List the results of modules that are scaled or near FP16's limit, for the report and for the counters."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -230,8 +231,7 @@ def test_a_model_that_cannot_be_converted_keeps_its_config():
 
 
 def test_a_model_that_is_moved_to_its_device_for_each_call():
-    """As by `enable_model_cpu_offload`, whose hook replaces a model's forward."""
-    accelerate = pytest.importorskip("accelerate")
+    """`enable_model_cpu_offload` does so; its hook replaces a model's forward."""
     family, model = FAMILIES["sd3"], FAMILIES["sd3"].model()
     truth = family.run(model)[0]
     accelerate.cpu_offload_with_hook(model, execution_device="cpu")

@@ -110,7 +110,7 @@ def test_gemma_norms_keep_one_plus_weight_in_fp32():
 
 
 def test_clip_embeddings_stay_and_their_norm_is_scaled():
-    """In CLIP's image encoder the stream begins behind pre_layrnorm."""
+    """The stream of CLIP's image encoder begins behind pre_layrnorm."""
     plan = plan_of(large("clip_vision"), "clip_vision")
     name = "vision_model.pre_layrnorm"
     assert powers_of(plan, f"{name}.weight")[None] == powers_of(plan, f"{name}.bias")[None] > 0
