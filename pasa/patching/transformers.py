@@ -115,7 +115,7 @@ class _Patch:
 
         The attention function cannot refuse it, because most models do not pass ``output_attentions`` on.
         """
-        in_force = {original.config._attn_implementation in _OURS for original in self.originals}
+        in_force = {isinstance(original.config._attn_implementation, PatchedName) for original in self.originals}
         if False in in_force and not torch.compiler.is_compiling():
             self.handle.check_removed()
         if (True in in_force or self.written_out) and kwargs.get(

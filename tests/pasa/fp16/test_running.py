@@ -264,11 +264,13 @@ def test_it_waits_for_nothing_on_a_gpu(model):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2 * EVERY):
-            forward()
+        with pytest.warns(UserWarning) as caught:
+            for _ in range(2 * EVERY):
+                forward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+    assert [str(each.message).split(" reached")[0] for each in caught] == ["to_fp16: model.layers.1.mlp"]
     assert counters._calls[""] == 2 * EVERY + 1
     assert int(next(iter(counters._counts.values())).totals[1].isfinite().sum()) == len(counters.names)
 
