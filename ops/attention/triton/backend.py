@@ -17,7 +17,7 @@ from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
 from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
-from pasa.ops.attention.triton.launcher import DIRECT, launch
+from pasa.ops.attention.triton.launcher import GLUON, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention
 from pasa.ops.attention.triton.prefill.launch import prefill_attention
@@ -80,7 +80,7 @@ def gradients(
 
 
 def hopper_serves(call: KernelCall) -> bool:
-    """Return whether hopper/kernel.py serves this call; it needs sm_90 and a tested version of Triton."""
+    """Return whether the kernels for Hopper serve this call; they need sm_90 and a version of Triton that has Gluon."""
     options = call.options
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     plain = exact and call.mask is None and not call.features
@@ -98,7 +98,7 @@ def _hopper() -> Family:
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return DIRECT  # Gluon is experimental and differs between versions of Triton
+    return GLUON
 
 
 def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:

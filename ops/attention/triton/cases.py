@@ -101,7 +101,7 @@ NVIDIA_CASES = [
             anchor_kernel,
             "anchors" + "_early" * early,
             {"D": 128, "D_PAD": 128, "WIDTH": SLICE, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
-            | {"VARLEN": False, "EARLY": early},
+            | {"VARLEN": False, "MARKED": early},
             options={"num_warps": 8},
             **({"architectures": [90]} if early else {}),
         )

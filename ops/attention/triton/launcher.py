@@ -21,7 +21,10 @@ from triton.runtime import JITFunction, driver
 
 # The arguments of the C launcher are internal to Triton and differ between versions. The
 # interpreter has no launcher.
-DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None and not triton.knobs.runtime.interpret
+_CUDA = torch.version.hip is None and not triton.knobs.runtime.interpret
+DIRECT = triton.__version__.startswith("3.6.") and _CUDA
+# Gluon is experimental: the kernels are compiled in tests for these versions.
+GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and _CUDA
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -85,6 +88,35 @@ class Ready:
         self.launch(
             *grid, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave, *arguments
         )
+
+
+@dataclass(frozen=True)
+class Jit:
+    """Launch a kernel through Triton's Python layers, with more time on the host.
+
+    Attributes
+    ----------
+    kernel : triton.runtime.JITFunction
+    options : dict
+        Options of the compiler.
+    """
+
+    kernel: Any
+    options: dict[str, Any]
+
+    def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
+        """Launch the kernel on the current stream, which is `stream`."""
+        self.kernel[grid](*arguments, **self.options)
+
+
+def launcher_of(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready | Jit:
+    """Compile a kernel for arguments like these; return what launches it.
+
+    A `Ready` takes addresses in place of tensors, and tensor maps spelled out; a `Jit` takes the arguments as they are.
+    """
+    if not DIRECT:
+        return Jit(kernel, options)
+    return Ready.of(kernel.warmup(*arguments, grid=(1, 1, 1), **options), spelled_out=True)
 
 
 class Pointer:

@@ -5,7 +5,7 @@ the exact pass over pages that must meet.
 
 These places sample. Decoding tests some keys to decide if it tries without anchors (`load_tested_keys`), and others
 to guess an anchor (`sampled_anchor`). `anchor_kernel` compares keys with the first key of a block.
-`optimistic_step` uses the first tile's maxima. A frame is taken from the anchors of three pages
+`centre_kernel` chooses anchors from 32 keys of a head. A frame is taken from the anchors of three pages
 (decode/paged_anchored_kernel.py).
 
 Keys stand off in column 0 alone, which adds 2 million nats to a score, where FP32 has steps of 0.125. One such

@@ -1,0 +1,56 @@
+"""The launches of the Hopper kernels fit the kernels, as far as that shows without a GPU."""
+
+import pytest
+import torch
+
+from pasa.ops.attention.triton.hopper import launch
+
+KERNELS = launch.centre_kernel, launch.plain_kernel, launch.anchor_kernel, launch.exact_kernel
+SIZES = {"q": (2, 4, 300), "k": (2, 2, 400)}  # batch, heads, tokens
+
+
+@pytest.fixture
+def plan(monkeypatch, request):
+    causal, dim = request.param
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    q, k, v = (torch.zeros(*SIZES[name], dim, dtype=torch.float16) for name in "qkk")
+    return launch.Plan(q.shape, k.shape, [list(x.stride()) for x in (q, k, v)], causal, 0, torch.device("cpu")), q, k, v
+
+
+ALL = pytest.mark.parametrize("plan", [(causal, dim) for causal in (False, True) for dim in (64, 128)], indirect=True)
+
+
+@ALL
+def test_every_launch_has_the_arguments_of_its_kernel(plan):
+    """Pointers and tensor maps stand where the kernel's parameters do, and no parameter is left out."""
+    held, q, k, v = plan
+    parts = held._views(q.new_empty(held.bytes // 2))
+    maps = held._descriptors(q, k, parts[-1], v, q)
+    calls = held._calls(k, v, torch.zeros(held.lse_shape), parts, maps, 0.1)
+    for kernel, (programs, arguments) in zip(KERNELS, calls, strict=True):
+        assert programs > 0
+        named = dict(zip(kernel.arg_names, arguments, strict=True))
+        for name, argument in named.items():
+            assert isinstance(argument, torch.Tensor) == name.startswith("p_"), (kernel.__name__, name)
+            assert isinstance(argument, launch.TensorDescriptor) == name.endswith("_desc"), (kernel.__name__, name)
+
+
+@ALL
+def test_parts_of_the_buffer_do_not_overlap(plan):
+    """Tensor maps need addresses at multiples of 16 bytes, and no part may reach into the next."""
+    held, q, *_ = plan
+    buffer = q.new_empty(held.bytes // 2)
+    parts = held._views(buffer)
+    ends = [x.data_ptr() + x.nbytes for x in parts]
+    assert all(end <= after.data_ptr() for end, after in zip(ends, parts[1:], strict=False))
+    assert ends[-1] <= buffer.data_ptr() + buffer.nbytes
+    assert all((x.data_ptr() - buffer.data_ptr()) % 16 == 0 for x in parts)
+
+
+def test_centred_keys_are_counted_as_the_kernel_reads_them():
+    """The kernels read the longest keys of parts of TILE elements, as many as `centre_kernel` has programs."""
+    for keys, dim in ((1, 64), (127, 64), (129, 64), (64, 128), (65, 128)):
+        part = launch.CENTRE_TILE.value // dim
+        k = torch.zeros(1, 1, keys, dim, dtype=torch.float16)
+        held = launch.Plan(k.shape, k.shape, [list(k.stride())] * 3, True, 0, torch.device("cpu"))
+        assert held.centre[0] == -(-keys // part)
