@@ -16,7 +16,7 @@ PACKAGES = [
     for name in [root, *(f"{root}.{sub}" for sub in find_packages(str(HERE / folder)))]
 ]
 
-TRITON = ["triton>=3.2"]
+TRITON = ["triton>=3.6"]  # the first of ops/devices.py
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=4.54.1", "safetensors"]  # pasa/patching/versions.py says the same
 DIFFUSERS = ["diffusers>=0.37", *TRANSFORMERS]

@@ -19,6 +19,7 @@ from pasa.ops.devices import device_types
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
+SLOWER = "pasa: backend {name!r} is slower here than it could be: {why}"
 FALLBACK = "pasa: {device} tensors are served by backend {name!r} ({label}): {why}"
 UNASKED = tuple(feature for feature in FEATURES if feature != "diagnostics")  # a call may have them unknowingly
 BACKENDS: dict[str, Backend] = {each.name: each for each in (ASCEND_C, TRITON, SDPA, REFERENCE)}
@@ -72,6 +73,8 @@ def choose(
     chosen = select(request, backend)
     if backend is None:
         warn_of_fallback(request, chosen)
+    if (slower := chosen.slower()) is not None:
+        notices.warn_once(SLOWER.format(name=chosen.name, why=slower))
     return chosen.load(), options, chosen.name
 
 

@@ -17,7 +17,7 @@ from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
 from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
-from pasa.ops.attention.triton.launcher import GLUON, launch
+from pasa.ops.attention.triton.launcher import DIRECT, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention
 from pasa.ops.attention.triton.prefill.launch import prefill_attention
@@ -98,7 +98,7 @@ def _hopper() -> Family:
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return GLUON
+    return DIRECT
 
 
 def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,121 +2,36 @@
 
 A launch through Triton's Python layers takes as much host time as a short kernel takes device time,
 because Triton inspects every argument again to choose a specialisation. Here compiled kernels are
-cached by the same properties of the arguments, and passed to Triton's launcher in C.
+cached by the same properties of the arguments, and passed to Triton's launcher in C (c_launcher.py).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-# The arguments of the C launcher are internal to Triton and differ between versions. The
-# interpreter has no launcher.
-_CUDA = torch.version.hip is None and not triton.knobs.runtime.interpret
-DIRECT = triton.__version__.startswith("3.6.") and _CUDA
-# Gluon is experimental: the kernels are compiled in tests for these versions.
-GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and _CUDA
+from pasa.ops.attention.triton import c_launcher
+from pasa.ops.attention.triton.c_launcher import Grid, Ready
 
-Grid: TypeAlias = tuple[int, int, int]
+DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
+# Triton 3.10 no longer joins a product and a sum by itself. The kernels' speed and bits rely on it, where they do not
+# ask for it.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True} if c_launcher.ON_CUDA else {}
 
 
-@dataclass(frozen=True)
-class Ready:
-    """Hold a compiled kernel and the C function that launches it.
+def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:
+    """Compile a kernel for arguments like these.
 
-    Attributes
-    ----------
-    launch : callable
-        Triton 3.6 takes: grid, stream, function, cooperative or not, early launch or not, two
-        scratch buffers, metadata, three hooks, then the kernel's arguments. Pointers may be
-        integers. Values for compile-time arguments are ignored.
-    kernel : triton.compiler.CompiledKernel
-    function, packed
-        The kernel's handle and packed metadata.
-    early : bool
-        Whether Triton compiled it for programmatic dependent launch (it may start before the previous
-        kernel ends).
+    The result takes addresses in place of tensors, and tensor maps with their sizes in place of descriptors.
     """
-
-    launch: Callable[..., None]
-    kernel: Any
-    function: int
-    packed: Any
-    early: bool
-
-    @classmethod
-    def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
-        """Load a compiled kernel onto the device.
-
-        With `spelled_out`, the caller passes the parts of each tensor descriptor (tensor map, shape
-        and strides) as separate arguments.
-
-        Raises
-        ------
-        triton.runtime.errors.OutOfResources
-            If the kernel needs more shared memory or registers than the device has.
-        NotImplementedError
-            If the kernel needs scratch memory, as instrumented kernels do.
-        """
-        launcher = kernel.run
-        if not hasattr(launcher, "launch"):
-            launcher()  # for a kernel that did not fit, Triton stores a function that raises the error again
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise NotImplementedError(f"{kernel.name} needs scratch memory, which this launch does not allocate")
-        launch = launcher.launch
-        if spelled_out and inspect.isfunction(launch):
-            launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
-        return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
-
-    def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
-        """Launch the kernel, and call a profiler's hooks if there are any."""
-        runtime = triton.knobs.runtime  # older versions, such as triton-ascend's, lack this
-        enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            meta = self.kernel.launch_metadata(grid, stream, *arguments)
-        else:
-            enter = leave = None
-        self.launch(
-            *grid, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave, *arguments
-        )
-
-
-@dataclass(frozen=True)
-class Jit:
-    """Launch a kernel through Triton's Python layers, with more time on the host.
-
-    Attributes
-    ----------
-    kernel : triton.runtime.JITFunction
-    options : dict
-        Options of the compiler.
-    """
-
-    kernel: Any
-    options: dict[str, Any]
-
-    def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
-        """Launch the kernel on the current stream, which is `stream`."""
-        self.kernel[grid](*arguments, **self.options)
-
-
-def launcher_of(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready | Jit:
-    """Compile a kernel for arguments like these; return what launches it.
-
-    A `Ready` takes addresses in place of tensors, and tensor maps spelled out; a `Jit` takes the arguments as they are.
-    """
-    if not DIRECT:
-        return Jit(kernel, options)
-    return Ready.of(kernel.warmup(*arguments, grid=(1, 1, 1), **options), spelled_out=True)
+    compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **FUSED, **options)
+    return Ready.of(compiled, spelled_out=True)
 
 
 class Pointer:
@@ -168,11 +83,11 @@ def launch(
         key = (kernel, device, kinds, *constants.items(), *options.items())
         ready = _ready.get(key)
         if ready is None:
-            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid))
+            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **FUSED, **options, grid=grid))
             if ready is not None:
                 _ready[key] = ready
     if ready is None:
-        kernel[grid](*tensors, *numbers, **constants, **options)
+        kernel[grid](*tensors, *numbers, **constants, **FUSED, **options)
         return
     stream = driver.active.get_current_stream(device)
     ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))

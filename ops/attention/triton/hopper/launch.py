@@ -1,9 +1,9 @@
 """Launch the Hopper kernel: tensor maps, grids and compiled variants.
 
 The host must be faster than the kernels, which take 30 us for a short sequence. What all calls on
-tensors of one geometry share is kept as a `Plan`. Where the arguments of Triton's C launcher are
-known, compiled kernels go directly to it, because its Python layers would specialise each argument
-again and fill the same tensor maps twice.
+tensors of one geometry share is kept as a `Plan`. Compiled kernels go directly to Triton's C
+launcher, because its Python layers would specialise each argument again and fill the same tensor
+maps twice.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
 from pasa.ops.attention.triton.anchor_launch import anchor_warps
+from pasa.ops.attention.triton.c_launcher import Ready, fill_map, map_kinds
 from pasa.ops.attention.triton.hopper.centre_kernel import TILE as CENTRE_TILE
 from pasa.ops.attention.triton.hopper.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall, output_dtype
-from pasa.ops.attention.triton.launcher import DIRECT, Jit, Ready, launcher_of
+from pasa.ops.attention.triton.launcher import ready_for
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import processors
 
@@ -105,7 +105,14 @@ class Plan:
         ends = [*accumulate(-(-n * dtype.itemsize // 128) * 128 for n, dtype in held)]
         self.held = [(start, *each) for start, each in zip([0, *ends], held, strict=False)]
         self.bytes = ends[-1]
-        self.launchers: tuple[Ready | Jit, ...] = ()
+        early = {"launch_pdl": True}  # a kernel may start while the last programs of the previous one run
+        self.kernels = (
+            (centre_kernel, {"num_warps": CENTRE_WARPS}),
+            (plain_kernel, {"num_warps": 4, **early}),
+            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, dim), **early}),
+            (exact_kernel, {"num_warps": 4, **early}),
+        )
+        self.launchers: tuple[Ready, ...] = ()
         self.maps: list[tuple[Any, ...]] = []
         self.filled: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
@@ -116,20 +123,21 @@ class Plan:
         buffer = q.new_empty(self.bytes // 2)
         out = torch.empty_like(q, dtype=self.dtype, memory_format=torch.contiguous_format)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
+        self.launch(q, k, v, out, lse, buffer, scale)
+        return out, lse
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
+               scale: float) -> None:  # fmt: skip
+        """Launch everything, with memory for the results and of `bytes` bytes."""
         if not self.launchers:
             self._prepare(q, k, v, out, lse, buffer, scale)
-        if DIRECT:
-            start, pk, pv = buffer.data_ptr(), k.data_ptr(), v.data_ptr()
-            parts = [start + offset for offset, *_ in self.held]
-            maps = self._filled_maps(q.data_ptr(), pk, parts[-1], pv, out.data_ptr())
-            calls = self._calls(pk, pv, lse.data_ptr(), parts, maps, scale)
-        else:
-            parts = self._views(buffer)
-            calls = self._calls(k, v, lse, parts, self._descriptors(q, k, parts[-1], v, out), scale)
+        start, pk, pv = buffer.data_ptr(), k.data_ptr(), v.data_ptr()
+        parts = [start + offset for offset, *_ in self.held]
+        maps = self._filled_maps(q.data_ptr(), pk, parts[-1], pv, out.data_ptr())
+        calls = self._calls(pk, pv, lse.data_ptr(), parts, maps, scale)
         stream = driver.active.get_current_stream(self.device.index)
         for launcher, (programs, arguments) in zip(self.launchers, calls, strict=True):
             launcher.run((programs, 1, 1), stream, *arguments)
-        return out, lse
 
     def _calls(self, k: Any, v: Any, lse: Any, parts: Sequence[Any], maps: Sequence[tuple[Any, ...]],
                scale: float) -> tuple[tuple[int, tuple[Any, ...]], ...]:  # fmt: skip
@@ -166,40 +174,26 @@ class Plan:
         if filled is None:
             if len(self.filled) >= MAPS:
                 self.filled.clear()
-            fill = driver.active.utils.fill_tma_descriptor
-            filled = tuple((fill(at, *kind), *tail) for at, (kind, tail) in zip(pointers, self.maps, strict=True))
+            filled = tuple(
+                (fill_map(at, *each), *each[1], *each[2]) for at, each in zip(pointers, self.maps, strict=True)
+            )
             self.filled[pointers] = filled
         return filled
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
                  scale: float) -> None:  # fmt: skip
         """Compile what is not yet compiled for tensors like these, without launching anything."""
-        dim, parts = q.shape[3], self._views(buffer)
+        parts = self._views(buffer)
         calls = self._calls(k, v, lse, parts, self._descriptors(q, k, parts[-1], v, out), scale)
-        kernels = (
-            (centre_kernel, {"num_warps": CENTRE_WARPS}),
-            (plain_kernel, {"num_warps": 4, "launch_pdl": True}),
-            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, dim), "launch_pdl": True}),
-            (exact_kernel, {"num_warps": 4, "launch_pdl": True}),
-        )
         launchers = tuple(
-            launcher_of(kernel, arguments, options)
-            for (kernel, options), (_, arguments) in zip(kernels, calls, strict=True)
+            ready_for(kernel, arguments, options)
+            for (kernel, options), (_, arguments) in zip(self.kernels, calls, strict=True)
         )
-        if DIRECT:
-            meta_of_maps = launchers[1].kernel.metadata.tensordesc_meta
-            for meta, (name, shape) in zip(meta_of_maps, self.shapes.items(), strict=True):
-                element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-                kind = (
-                    meta["swizzle"],
-                    meta["elem_size"],
-                    element,
-                    meta["block_size"],
-                    list(shape),
-                    self.strides[name],
-                    0,
-                )
-                self.maps.append((kind, (*shape, *self.strides[name])))
+        kinds = map_kinds(launchers[1].kernel)
+        self.maps = [
+            (kind, list(shape), self.strides[name])
+            for kind, (name, shape) in zip(kinds, self.shapes.items(), strict=True)
+        ]
         self.launchers = launchers  # last, because other threads test it
 
 

@@ -13,6 +13,11 @@ compiled here, the case, and the code that the kernel reaches. A case is compile
 stays in pytest's cache, and this writes it into the record:
 
     python tests/ops/attention/triton/test_compiles_for_nvidia.py --record
+
+With another Triton in front of the environment's (scripts/test_triton.sh), this compiles the I-th of N parts of all
+cases, also for the newer GPUs that get the tiles of an older one, and fails if one does not compile or does not fit:
+
+    python tests/ops/attention/triton/test_compiles_for_nvidia.py --part I/N
 """
 
 import ast
@@ -39,7 +44,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[4]
 RECORD = Path(__file__).with_name("nvidia_compiled.json")
 # What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
-SHARED_KIB = {70: 96, 75: 64, 80: 163, 89: 99, 90: 227}
+SHARED_KIB = {70: 96, 75: 64, 80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+NEWER = {90: 100, 89: 120}  # by the architecture whose tiles they get (tiles.architecture_of)
 ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
 CRASH = "crash"  # a case that ends its process
 SECONDS = 300  # for one case
@@ -212,6 +218,26 @@ def record():
     return len(failed)
 
 
+def compile_part(part):
+    """Compile a part of the cases with the installed Triton; print what is wrong, and return how many cases are.
+
+    The limits of local memory hold for one version of the compiler. Where another one spills more, that is printed.
+    """
+    number, parts = map(int, part.split("/"))
+    runs = [(case, each) for case in list_cases() for each in case["architectures"]]
+    runs += [(case, NEWER[each]) for case, each in runs if each in NEWER and ".hopper." not in case["module"]]
+    wrong = 0
+    for case, architecture in runs[number - 1 :: parts]:
+        result = answer({"module": case["module"], "name": case["name"], "architecture": architecture})
+        fits = "error" not in result and result["shared"] <= SHARED_KIB[architecture] * 1024 and not result["rowless"]
+        wrong += not fits
+        if not fits or result["stack"] > case["stack"]:
+            said = f"spills {result['stack']} bytes, limit {case['stack']}" if fits else f"FAILED: {result}"
+            print(f"{case['name']}-sm_{architecture}: {said}", flush=True)
+    print(f"part {part}: {len(runs[number - 1 :: parts]) - wrong} compiled, {wrong} failed", flush=True)
+    return wrong
+
+
 def compile_case(case, architecture):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -290,6 +316,9 @@ def main():
     if "--record" in sys.argv:
         os.environ.update(SETTINGS)
         sys.exit(record())
+    if "--part" in sys.argv:
+        os.environ.update(SETTINGS)
+        sys.exit(compile_part(sys.argv[-1]) > 0)
     from triton.runtime.cache import triton_key
 
     print(json.dumps(list_cases()), flush=True)

@@ -10,6 +10,7 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import native_specialize_impl
 
+from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton import launcher as triton_launch
 
 NUMBERS = st.one_of(
@@ -80,7 +81,7 @@ def test_a_kernel_that_once_did_not_fit_says_so_again():
     The second try used to end in an AttributeError.
     """
     with pytest.raises(OutOfResources):
-        triton_launch.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
+        c_launcher.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
 
 
 def test_what_is_not_compiled_is_left_to_triton():
