@@ -77,7 +77,7 @@ setup(
     package_dir=ROOTS | {"": "scripts"},
     package_data={
         "pasa": ["py.typed"],
-        "pasa.ops": ["**/README.md"],
+        "pasa.ops": ["**/README.md", "measured.json"],
         "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],

@@ -23,6 +23,11 @@ def device_types() -> tuple[str, ...]:
     return tuple(name for name, usable in there.items() if usable)
 
 
+def capability(*device: torch.device) -> str:
+    """Return the compute capability of a CUDA device, such as "9.0"; of the current one if none is named."""
+    return ".".join(map(str, torch.cuda.get_device_capability(*device)))
+
+
 def triton_missing() -> str | None:
     """Return why Triton kernels cannot run on this machine; None when they can."""
     if importlib.util.find_spec("triton") is None:

@@ -50,7 +50,7 @@ def backends() -> list[BackendStatus]:
     for backend in sorted(registry.BACKENDS.values(), key=lambda each: -each.priority):
         missing = backend.missing()
         serves = tuple(device for device, best in preferred.items() if best is backend)
-        lines.append(BackendStatus(backend.name, missing is None, missing or backend.state(), serves))
+        lines.append(BackendStatus(backend.name, missing is None, missing or registry.state(backend), serves))
     return lines
 
 

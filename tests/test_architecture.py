@@ -117,7 +117,8 @@ MAY_IMPORT = {
     "pasa.ops.attention.ascend": SPEC,
     "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.devices", "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
-    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends"),
+    "pasa.ops.measured": (),
+    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends", "pasa.ops.measured"),
     "pasa.ops.operands": (*CALL, "pasa.ops.registry"),
 }
 
