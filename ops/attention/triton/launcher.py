@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
+from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.c_launcher import Grid, Ready
@@ -83,11 +84,11 @@ def launch(
         key = (kernel, device, kinds, *constants.items(), *options.items())
         ready = _ready.get(key)
         if ready is None:
-            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **FUSED, **options, grid=grid))
+            ready = _prepare(kernel, (*tensors, *numbers), constants, options, grid)
             if ready is not None:
                 _ready[key] = ready
     if ready is None:
-        kernel[grid](*tensors, *numbers, **constants, **FUSED, **options)
+        _launch_by_triton(kernel, (*tensors, *numbers), constants, options, grid)
         return
     stream = driver.active.get_current_stream(device)
     ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
@@ -97,14 +98,42 @@ def launch(
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def _prepare(compiled: Any) -> Ready | None:
+def _prepare(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any], grid: Grid
+) -> Ready | None:
     """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or instrumented."""
+    compiled = kernel.warmup(*arguments, **constants, **FUSED, **options, grid=grid)
     if not isinstance(compiled, CompiledKernel):
         return None
     try:
         return Ready.of(compiled)
     except NotImplementedError:
         return None
+    except OutOfResources:
+        if (fewer := _fewer_stages(options)) is None:
+            raise
+        return _prepare(kernel, arguments, constants, fewer, grid)
+
+
+def _launch_by_triton(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any], grid: Grid
+) -> None:
+    try:
+        kernel[grid](*arguments, **constants, **FUSED, **options)
+    except OutOfResources:
+        if (fewer := _fewer_stages(options)) is None:
+            raise
+        _launch_by_triton(kernel, arguments, constants, fewer, grid)
+
+
+def _fewer_stages(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options with a shorter software pipeline, for a kernel that does not fit; None if there is none.
+
+    The shared memory that a stage takes differs between versions of Triton: decoding on sm_89 gets 104 to 112 KiB from
+    Triton 3.8, and from 3.6 and 3.9 less than the 99 that there are.
+    """
+    stages = options.get("num_stages", 1)
+    return options | {"num_stages": stages - 1} if stages > 1 else None
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:

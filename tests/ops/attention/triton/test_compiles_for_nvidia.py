@@ -169,7 +169,7 @@ def list_cases():
         if re.search(r"^NVIDIA_CASES\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             module = ".".join(["pasa", *path.relative_to(ROOT).with_suffix("").parts])
             for case in load(module):
-                defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES}
+                defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES, "options": {}}
                 kernel = case["kernel"]
                 key = key_of(case, importlib.metadata.version("triton"))
                 names = {
@@ -228,12 +228,21 @@ def compile_part(part):
     runs += [(case, NEWER[each]) for case, each in runs if each in NEWER and ".hopper." not in case["module"]]
     wrong = 0
     for case, architecture in runs[number - 1 :: parts]:
-        result = answer({"module": case["module"], "name": case["name"], "architecture": architecture})
+        task, said = {"module": case["module"], "name": case["name"], "architecture": architecture}, []
+        result = answer(task)
+        stages = case["options"].get("num_stages", 1)
+        while result.get("shared", 0) > SHARED_KIB[architecture] * 1024 and stages > 1:  # as launcher.py does
+            stages -= 1
+            said = [f"has {stages} stages, more do not fit"]
+            result = answer(task | {"num_stages": stages})
         fits = "error" not in result and result["shared"] <= SHARED_KIB[architecture] * 1024 and not result["rowless"]
         wrong += not fits
-        if not fits or result["stack"] > case["stack"]:
-            said = f"spills {result['stack']} bytes, limit {case['stack']}" if fits else f"FAILED: {result}"
-            print(f"{case['name']}-sm_{architecture}: {said}", flush=True)
+        if not fits:
+            said = [f"FAILED: {result}"]
+        elif result["stack"] > case["stack"]:
+            said.append(f"spills {result['stack']} bytes, limit {case['stack']}")
+        if said:
+            print(f"{case['name']}-sm_{architecture}: {'; '.join(said)}", flush=True)
     print(f"part {part}: {len(runs[number - 1 :: parts]) - wrong} compiled, {wrong} failed", flush=True)
     return wrong
 
@@ -296,6 +305,8 @@ def answer(task):
                 signal.raise_signal(signal.SIGSEGV)
             case = next((each for each in load(task["module"]) if each["name"] == task["name"]), None)
             assert case, f"no case {task['name']!r}"
+            if "num_stages" in task:
+                case = case | {"options": case["options"] | {"num_stages": task["num_stages"]}}
             result = compile_case(case, task["architecture"])
         except BaseException:
             result = {"error": traceback.format_exc()[-3000:]}
