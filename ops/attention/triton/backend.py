@@ -29,8 +29,9 @@ from pasa.ops.packed import tile_table
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
-# What the Hopper kernel serves: head dimensions, and keys of an anchor block.
-HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
+# What the Hopper kernel serves: padded head dimensions, their step, and keys of an anchor block. TMA pads tiles without
+# a cost in memory, and needs rows of multiples of 16 bytes.
+HOPPER_PADS, HOPPER_STEP, HOPPER_BLOCK = (64, 128), 8, 128
 Family: TypeAlias = Callable[[KernelCall], tuple[Tensor, Tensor, Tensor | None]]
 ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more
 
@@ -84,7 +85,9 @@ def hopper_serves(call: KernelCall) -> bool:
     options = call.options
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     plain = exact and call.mask is None and not call.features
-    return plain and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
+    dim = call.q.shape[-1]
+    fits = dim % HOPPER_STEP == 0 and pad_dim(dim) in HOPPER_PADS
+    return plain and fits and _is_hopper(call.q.device)
 
 
 @cache

@@ -69,7 +69,7 @@ def _load_queries(sm, tile, desc):
 
 
 @gluon.jit
-def _producer(sm, job, q_desc, k_desc, v_desc, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(sm, job, q_desc, k_desc, v_desc, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DIM: gl.constexpr):
     """Load Q, K' and V without NaN or infinity for all marked tiles."""
     D: gl.constexpr = sm.k.shape[4]
     PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
@@ -93,12 +93,12 @@ def _producer(sm, job, q_desc, k_desc, v_desc, STAGES: gl.constexpr, CAUSAL: gl.
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
             # global memory is read one block ahead
-            b_anchor = anchor(job, tile, 0, treated, D)
+            b_anchor = anchor(job, tile, 0, treated, D, DIM)
             b_frame = b_anchor
             norm = gl.load(pre_pass(job, tile, job.p_norms, 1))
             for j in range(tile.blocks):
                 ahead = gl.minimum(j + 1, tile.blocks - 1)
-                b_next = anchor(job, tile, ahead, treated, D)
+                b_next = anchor(job, tile, ahead, treated, D, DIM)
                 next_norm = gl.load(pre_pass(job, tile, job.p_norms, 1) + ahead)
                 _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
                 _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
@@ -176,7 +176,7 @@ def _attend(sm, job, q_s, row, full, stop, n, STAGES: gl.constexpr, CAUSAL: gl.c
 
 @gluon.jit
 def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treated, INDEX: gl.constexpr,
-           CAUSAL: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
+           CAUSAL: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Normalise, set rows to NaN that a NaN reaches, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
@@ -193,7 +193,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treate
         mbarrier.wait(sm.end.index(0), turn & 1)
         b_bad = sm.first_bad.load(COLUMN)
         b_o = gl.where(gl.convert_layout(b_limit, O_ROW)[:, None] > b_bad[None, :], float("nan"), b_o)
-    b_o = round_rows(b_o, b_column, D, DROPPED, False, True)
+    b_o = round_rows(b_o, b_column, DIM, DROPPED, False, True)
     q_s.store(clamped(b_o, DROPPED))
     fence_async_shared()
     store_tile(o_desc, [tile.batch, tile.head, row, 0], sm.q.index(INDEX))
@@ -206,7 +206,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treate
 
 @gluon.jit
 def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-             RAGGED: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
+             RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 query rows of a tile. n: number of earlier blocks, in `turn` tiles."""
     row = tile.row + INDEX * ROWS
     stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
@@ -216,7 +216,7 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, STAGE
     mbarrier.wait(sm.q_full.index(INDEX), turn & 1)
     q_s = sm.q.index(INDEX).reshape([ROWS, sm.k.shape[4]])
     b_o, b_max, b_sum, b_framed = _attend(sm, job, q_s, row, full, stop, n, STAGES, CAUSAL, RAGGED)
-    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treated, INDEX, CAUSAL, DROPPED)
+    _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treated, INDEX, CAUSAL, DROPPED, DIM)
     for j in range(n + stop, n + tile.blocks):  # blocks that only other warpgroups see
         stage = j % STAGES
         mbarrier.wait(sm.full.index(4 * stage), (j // STAGES) & 1)
@@ -228,14 +228,14 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, STAGE
 
 @gluon.jit
 def _consumer(sm, job, o_desc, INDEX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              RAGGED: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
+              RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 rows of all tiles that the producer names."""
     n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     work = _message(sm, turn)
     while work >= 0:
         tile = locate(job, work // 2, WARPGROUPS, CAUSAL)
-        _consume(sm, job, tile, o_desc, n, turn, work % 2 == 1, INDEX, STAGES, CAUSAL, RAGGED, DROPPED)
+        _consume(sm, job, tile, o_desc, n, turn, work % 2 == 1, INDEX, STAGES, CAUSAL, RAGGED, DROPPED, DIM)
         mbarrier.arrive(sm.done.index(0), count=1)
         n += tile.blocks
         turn += 1
@@ -248,6 +248,7 @@ def exact_kernel(
     heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr,
     DROPPED: gl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    DIM: gl.constexpr,  # head dimension: plain_kernel.py
 ):  # fmt: skip
     """Compute all marked tiles, of 192 query rows each."""
     D: gl.constexpr = q_desc.block_shape[3]
@@ -282,10 +283,10 @@ def exact_kernel(
     sm = Shared(q, k, v, offset, first_bad, work_s, q_full, full, empty, begin, end, done)
     gl.warp_specialize(
         [
-            (_consumer, (sm, job, o_desc, 0, STAGES, CAUSAL, RAGGED, DROPPED)),
-            (_consumer, (sm, job, o_desc, 1, STAGES, CAUSAL, RAGGED, DROPPED)),
-            (_consumer, (sm, job, o_desc, 2, STAGES, CAUSAL, RAGGED, DROPPED)),
-            (_producer, (sm, job, q_desc, k_desc, v_desc, STAGES, CAUSAL)),
+            (_consumer, (sm, job, o_desc, 0, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+            (_consumer, (sm, job, o_desc, 1, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+            (_consumer, (sm, job, o_desc, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+            (_producer, (sm, job, q_desc, k_desc, v_desc, STAGES, CAUSAL, DIM)),
         ],
         [4, 4, 4],  # warps of the partitions behind the first
         [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well

@@ -30,11 +30,14 @@ from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall, output_dtype
 from pasa.ops.attention.triton.launcher import ready_for
 from pasa.ops.attention.triton.tile_math import SLICE
-from pasa.ops.attention.triton.tiles import processors
+from pasa.ops.attention.triton.tiles import pad_dim, processors
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 CENTRE_WARPS = 2
-STAGES = {64: 3, 128: 2}  # copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
+STAGES = {
+    64: 3,
+    128: 2,
+}  # by padded head dimension: copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB L2 cache of an H100 or H200
 LOG2E = 1.4426950408889634
 # Time of a tile of two warpgroups, relative to a tile of three. At 0.667, time per row would be
@@ -46,7 +49,7 @@ MAPS = 64  # the most sets of addresses cached for one geometry
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Attend without a dense mask on sm_90, with FP32 softmax; D is 64 or 128.
+    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 40 to 128.
 
     Four launches: the first subtracts from the keys what those of a head share, then comes plain
     attention with FP32 softmax. The last two, anchors of key blocks and an exact pass over marked tiles, return
@@ -74,7 +77,8 @@ class Plan:
                  dropped: int, device: torch.device) -> None:  # fmt: skip
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
-        pairs, blocks, part = batch * heads_kv, -(-keys // KEY_BOX), CENTRE_TILE.value // dim
+        pad = pad_dim(dim)
+        pairs, blocks, part = batch * heads_kv, -(-keys // KEY_BOX), CENTRE_TILE.value // pad
         parts, ragged = -(-keys // part), is_causal or keys % KEY_BOX != 0
         section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * (heads // heads_kv))
         self.device, self.lse_shape, self.dtype = device, (batch, heads, rows), output_dtype(dropped)
@@ -86,21 +90,21 @@ class Plan:
             tiles = -(-rows // tile)
             return heads, heads // heads_kv, batch * heads, section, rows, keys, tiles, tiles * batch * heads
 
-        consumers = warpgroups(batch * heads, rows, dim, is_causal, device)
+        consumers = warpgroups(batch * heads, rows, pad, is_causal, device)
         plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * WARPGROUPS.value)
         flags = is_causal, ragged
         # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
-        self.centre = pairs * parts, (*strides[1][:3], heads_kv, keys, parts, dim, part)
-        self.plain = plain[-1], plain, (*flags, consumers, STAGES[dim], dropped)
+        self.centre = pairs * parts, (*strides[1][:3], heads_kv, keys, parts, dim, pad, part)
+        self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
             *strides[1][:3], *strides[2][:3], 0, heads_kv, keys, blocks,
-            dim, dim, SLICE, KEY_BOX, False, is_causal, False, True,
+            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True,
         )  # fmt: skip
-        self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[dim], dropped)
+        self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)
         # One buffer holds what the passes over the keys find.
         held = (
             (1, torch.int32), (2 * pairs * parts, torch.float32), (pairs * blocks, torch.float32),
-            (pairs * dim, torch.float16), (pairs * blocks * dim, torch.float16), (pairs * keys * dim, torch.float16),
+            (pairs * pad, torch.float16), (pairs * blocks * dim, torch.float16), (pairs * keys * dim, torch.float16),
         )  # fmt: skip
         ends = [*accumulate(-(-n * dtype.itemsize // 128) * 128 for n, dtype in held)]
         self.held = [(start, *each) for start, each in zip([0, *ends], held, strict=False)]
@@ -109,7 +113,7 @@ class Plan:
         self.kernels = (
             (centre_kernel, {"num_warps": CENTRE_WARPS}),
             (plain_kernel, {"num_warps": 4, **early}),
-            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, dim), **early}),
+            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, pad), **early}),
             (exact_kernel, {"num_warps": 4, **early}),
         )
         self.launchers: tuple[Ready, ...] = ()
@@ -162,7 +166,8 @@ class Plan:
 
     def _descriptors(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Return tensor maps of q, k, K', v and the output, as Triton takes them."""
-        boxes = {name: [1, 1, QUERY_BOX if name in "qo" else KEY_BOX, self.shapes["q"][3]] for name in self.shapes}
+        pad = pad_dim(self.shapes["q"][3])  # TMA fills what is beyond the head dimension with zeros
+        boxes = {name: [1, 1, QUERY_BOX if name in "qo" else KEY_BOX, pad] for name in self.shapes}
         return [
             (TensorDescriptor(x, list(shape), self.strides[name], boxes[name], SWIZZLE),)
             for (name, shape), x in zip(self.shapes.items(), tensors, strict=True)
@@ -218,12 +223,12 @@ def plan_for(
 
 
 @cache
-def warpgroups(heads: int, rows: int, dim: int, is_causal: bool, device: torch.device) -> int:
+def warpgroups(heads: int, rows: int, pad: int, is_causal: bool, device: torch.device) -> int:
     """Return three consumer warpgroups or two, whichever needs less time for all waves of tiles.
 
     Two are considered only for calls where they were measured to be faster.
     """
-    if dim != 128 or is_causal:
+    if pad != 128 or is_causal:
         return 3
     waves = {n: -(-heads * -(-rows // (QUERY_BOX * n)) // processors(device)) for n in (2, 3)}
     return 2 if waves[2] * PAIR_TIME < waves[3] else 3

@@ -245,7 +245,7 @@ def _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES: gl.con
 
 @gluon.jit
 def _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX: gl.constexpr, CAUSAL: gl.constexpr,
-           DROPPED: gl.constexpr):  # fmt: skip
+           DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Normalise, mark the tile if it needs the exact pass, and write O (64, D) and the log-sum-exp."""
     D: gl.constexpr = sm.k.shape[4]
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
@@ -257,7 +257,7 @@ def _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX: gl.c
     b_o = b_o * gl.convert_layout(b_inverse, O_ROW)[:, None]
     b_verdict = gl.where(b_finite == 0.0, 0, 2)  # 0: nothing to do, 1: flagged, 2: mark the tile
     if DROPPED != 0:
-        m_flagged = flag_rows(b_o, b_column, D, DROPPED, True)
+        m_flagged = flag_rows(b_o, b_column, DIM, DROPPED, True)
         b_verdict = gl.maximum(b_verdict, m_flagged.to(gl.int32))
     verdict = gl.max(b_verdict, axis=0)
     marked = (note > 1) | (_told(sm, 1) > 0) | (verdict == 2)
@@ -265,7 +265,7 @@ def _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX: gl.c
         gl.store(job.p_marked + gl.arange(0, 1, layout=ONE), gl.full([1], 1, gl.int32, ONE))
     if DROPPED != 0:
         if verdict == 1:
-            b_o = round_flagged(b_o, m_flagged, b_column, D, DROPPED)
+            b_o = round_flagged(b_o, m_flagged, b_column, DIM, DROPPED)
     b_lse = (b_max * job.c + gl.log2(b_sum)) * LN2
     if note % 2 > 0:  # what K' left out
         b_anchor = gl.load(job.p_anchors + tile.index_kv * D + b_column).to(gl.float32)
@@ -293,7 +293,7 @@ def _skip(sm, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, DROPPED: gl.constexpr):  # fmt: skip
+              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 query rows of the tile."""
     D: gl.constexpr = sm.k.shape[4]
     tile = locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
@@ -351,7 +351,7 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
                 sm, job, q_s, b_o, b_max, b_sum, row, split, stop, 0, stage, phase, STAGES, CAUSAL, True
             )
     _skip(sm, n + stop, n + tile.blocks, STAGES)  # blocks that only other warpgroups see
-    _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX, CAUSAL, DROPPED)
+    _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX, CAUSAL, DROPPED, DIM)
     tma.store_wait(0)
 
 
@@ -361,6 +361,7 @@ def plain_kernel(
     heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     DROPPED: gl.constexpr,  # how outputs are rounded: rounding_kernel.py
+    DIM: gl.constexpr,  # head dimension; a tile has as many columns or more, which TMA fills with zeros
 ):  # fmt: skip
     """Compute a tile of 64 * WARPGROUPS query rows."""
     D: gl.constexpr = q_desc.block_shape[3]
@@ -388,9 +389,9 @@ def plain_kernel(
     if WARPGROUPS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, DROPPED)),
-                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, DROPPED)),
-                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, DROPPED)),
+                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
                 (_producer, (sm, job, q_desc, k_desc, shifted_desc, v_desc, 3, STAGES, CAUSAL)),
             ],
             [4, 4, 4],  # warps of the partitions behind the first
@@ -399,8 +400,8 @@ def plain_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, DROPPED)),
-                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, DROPPED)),
+                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
                 (_producer, (sm, job, q_desc, k_desc, shifted_desc, v_desc, 2, STAGES, CAUSAL)),
             ],
             [4, 4],

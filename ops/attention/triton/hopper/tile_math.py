@@ -225,11 +225,12 @@ def is_bounded(sm, job, longest, turn, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def anchor(job, tile, j, treated, D: gl.constexpr):
-    """Load a_j (D,) in the layout of `treat_keys`; 0 unless the tile is treated."""
+def anchor(job, tile, j, treated, D: gl.constexpr, DIM: gl.constexpr):
+    """Load a_j (D,), of which DIM columns are stored, in the layout of `treat_keys`; 0 unless the tile is treated."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
+    p_a = pre_pass(job, tile, job.p_anchors, DIM) + j * DIM + b_col
+    b_a = gl.load(p_a) if DIM == D else gl.load(p_a, mask=b_col < DIM, other=0.0)
     return gl.where(treated, b_a, gl.zeros_like(b_a))
 
 

@@ -109,14 +109,14 @@ def all_kinds(driver):
     return "arguments_kernel", ours, own
 
 
-def hopper(driver):
-    """Compare each launch of the Hopper kernels."""
+def hopper(driver, dim):
+    """Compare each launch of the Hopper kernels for a head dimension."""
     from pasa.ops.attention.triton.c_launcher import Ready
     from pasa.ops.attention.triton.hopper import launch
     from pasa.ops.attention.triton.launcher import FUSED
 
     launch.processors = lambda _: 132
-    q, k = torch.zeros(2, 4, 300, 64).half(), torch.zeros(2, 400, 2, 64).half().transpose(1, 2)
+    q, k = torch.zeros(2, 4, 300, dim).half(), torch.zeros(2, 400, 2, dim).half().transpose(1, 2)
     v = torch.zeros_like(k)
     plan = launch.Plan(q.shape, k.shape, [list(x.stride()) for x in (q, k, v)], True, 0, torch.device("cuda", 0))
     out, lse, buffer = torch.empty_like(q), torch.empty(plan.lse_shape), q.new_empty(plan.bytes // 2)
@@ -130,7 +130,9 @@ def hopper(driver):
         driver.noted(ready.kernel, partial(kernel[(programs, 1, 1)], *arguments, **FUSED, **options))
         for (kernel, options), ready, (programs, arguments) in zip(plan.kernels, plan.launchers, calls, strict=True)
     ]
-    return [[kernel.__name__, *both] for (kernel, _), *both in zip(plan.kernels, ours, by_triton, strict=True)]
+    return [
+        [f"{kernel.__name__} {dim}", *both] for (kernel, _), *both in zip(plan.kernels, ours, by_triton, strict=True)
+    ]
 
 
 def main():
@@ -141,7 +143,7 @@ def main():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader reads its path once
     on_hopper()
     driver = Driver()
-    print(json.dumps([all_kinds(driver), *hopper(driver)]))
+    print(json.dumps([all_kinds(driver), *hopper(driver, 64), *hopper(driver, 72)]))
 
 
 if __name__ == "__main__":

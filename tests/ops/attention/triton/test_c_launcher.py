@@ -13,6 +13,7 @@ import pytest
 
 from pasa.ops.devices import TRITON_VERSIONS, triton_version
 
+HOPPER = "centre", "plain", "anchor", "exact"
 SCRIPT = Path(__file__).with_name("launch_both_ways.py")
 
 
@@ -32,7 +33,7 @@ def test_the_installed_triton_is_known():
 
 
 @pytest.mark.parametrize(
-    "kernel", ["arguments_kernel", "centre_kernel", "plain_kernel", "anchor_kernel", "exact_kernel"]
+    "kernel", ["arguments_kernel", *(f"{name}_kernel {dim}" for name in HOPPER for dim in (64, 72))]
 )
 def test_the_driver_gets_what_triton_would_give(launches, kernel):
     """Grid, warps, shared memory, stream, early launch and every parameter are the same, tensor maps included."""
@@ -49,6 +50,5 @@ def test_what_is_compared_is_all_that_a_launch_says(launches):
     assert bytes.fromhex("0000803e").hex() in text  # 0.25
     parameters = text.partition("; ")[2].split()
     assert len(parameters[1]) == 2 * 128  # the tensor map
-    assert ["attribute 6" in launches[f"{name}_kernel"][0] for name in ("centre", "plain", "anchor", "exact")] == [
-        False, True, True, True,
-    ]  # fmt: skip
+    early = ["attribute 6" in launches[f"{name}_kernel 64"][0] for name in HOPPER]
+    assert early == [False, True, True, True]
