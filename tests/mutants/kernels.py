@@ -56,10 +56,10 @@ KERNELS = [
         PACKED + "[fp32]",
     ),
     mutant(
-        "the reference is the maximum of the current tile",
+        "outputs are not rescaled when a later block has a higher maximum",
         PREFILL,
-        "            if start == begin:\n",
-        "            if start >= begin:\n",
+        "            b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, None])\n    if OVERLAP:",
+        "            b_acc = tl.dot(b_p, b_v, b_acc)\n    if OVERLAP:",
         TRITON + "test_odd_lengths_with_grouped_heads",
     ),
     mutant(

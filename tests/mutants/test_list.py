@@ -9,11 +9,7 @@ from tests.mutants.mutant import ROOT
 from tests.mutants.run import ALL
 
 LEAST = 60
-"""The fewest mutants that the list must have.
-
-The Hopper kernels have none: they are written in Gluon, which has no interpreter, so they run on a GPU only, and so
-would any test that notices their mutants.
-"""
+"""The fewest mutants that the list must have."""
 
 
 @pytest.mark.parametrize("mutant", [*ALL, *UNNOTICED], ids=lambda x: x.what)
@@ -36,5 +32,4 @@ def test_mutants_have_names_of_their_own_and_every_kernel_has_some():
     assert max(Counter(mutant.what for mutant in ALL).values()) == 1
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "ops").rglob("*kernel.py")}
     kernels |= {"ops/attention/triton/tile_math.py"}
-    kernels = {file for file in kernels if not file.startswith("ops/attention/triton/hopper/")}  # run on a GPU alone
     assert kernels <= {mutant.file for mutant in ALL}

@@ -124,6 +124,12 @@ def test_the_exact_kernel_finishes_tiles_of_large_scores(heads, kv_heads, rows, 
     check(q, k, v, causal, marked=[(0, 0)] if keys > 1 else [], limit=limit)
 
 
+def test_long_queries_mark_a_tile_as_well():
+    """Keys of ordinary length do not decide alone: the producer's last message counts the queries, too."""
+    q, k, v = tensors(1, 1, 64, 200, 64)
+    check(q * LARGE**2, k, v, marked=[(0, 0)], limit=4 * HALF_ULP + 2.0**-22 * LARGE**2 * 64)
+
+
 @pytest.mark.parametrize(("dim", "causal"), [(64, True), (80, False), (80, True), (128, False)])
 def test_a_bias_of_part_of_the_keys_reaches_the_exact_kernel(dim, causal):
     """Blocks with a bias of their own have anchors of their own, which the exact kernel subtracts in shared memory."""
