@@ -13,6 +13,7 @@ TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) 
 # Versions of Triton for which the kernels are compiled in scripts/test_triton.sh, Gluon's included, and whose C
 # launcher ops/attention/triton/c_launcher.py calls. Older ones are refused, newer ones launch the kernels themselves.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+NO_PAGE_ANCHORS = ("3.7",)  # versions whose compiler fails on the kernel that reads the anchors of pages
 HOPPER = (9, 0)
 
 
@@ -62,6 +63,11 @@ def triton_slower() -> str | None:
     if triton_missing() is not None or envs.read("TRITON_INTERPRET") or npu_missing() is None:
         return None
     version = triton_version()
+    if version in NO_PAGE_ANCHORS:
+        return (
+            f"anchors of pages are not read, as the compiler of Triton {version} fails on the kernel that does, so "
+            f"decoding from pages takes longer where keys share a bias (pip install '{_known_triton()},!={version}.*')"
+        )
     if version in TRITON_VERSIONS:
         return None
     off = "the kernels for Hopper are off, and " if torch.cuda.get_device_capability() == HOPPER else ""

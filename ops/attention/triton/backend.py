@@ -13,6 +13,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call, Results, capturing
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec.pages import attend_gathered
+from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
@@ -41,10 +42,13 @@ def attend(call: Call) -> Results:
 
     So accumulate="fp16" changes the published recovery alone. Cumulative lengths are checked on the
     host unless a graph is being captured. A call over pages never waits for a GPU; on an NPU its
-    pages are gathered first, and lengths are read back.
+    pages are gathered first, and lengths are read back. Anchors of pages save time and change no guarantee, so they
+    are left aside where their kernel does not compile.
     """
     if call.pages is not None and call.q.device.type == "npu":
         return attend_gathered(attend, call)
+    if call.pages is not None and not c_launcher.PAGE_ANCHORS:
+        call = replace(call, pages=call.pages._replace(key_anchors=None))
     if call.cu_k is not None and not capturing(call.q):
         call.edges()
     with on_device(call.q):

@@ -16,7 +16,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from pasa.ops.devices import TRITON_VERSIONS, triton_version
+from pasa.ops.devices import NO_PAGE_ANCHORS, TRITON_VERSIONS, triton_version
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -24,6 +24,7 @@ Grid: TypeAlias = tuple[int, int, int]
 _COMPILES = hasattr(triton, "knobs") and not triton.knobs.runtime.interpret
 ON_CUDA = _COMPILES and torch.version.hip is None
 KNOWN = ON_CUDA and triton_version() in TRITON_VERSIONS
+PAGE_ANCHORS = triton_version() not in NO_PAGE_ANCHORS  # whether pages are read with their anchors
 _ARGUMENT_LAST = triton_version() != TRITON_VERSIONS[0]  # since 3.7 the kernel's arguments are one argument
 
 
