@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # With the oldest and the newest Triton that is known (--all: with each): all kernels compile for sm_80, 89, 90, 100 and
-# 120, direct launches give to the driver what Triton's own do, and the kernels are right in its interpreter (but for that
-# of 3.7, which takes a tensor for a compile-time value).
+# 120, direct launches give to the driver what Triton's own do, and the kernels are right in its interpreter (but for those
+# of 3.7 and 3.8, which take a product of a compile-time number and a tensor for a compile-time number).
 # No GPU is needed, and none is used: nothing here says that a version runs on a device. Each version is installed into a
 # folder of its own and read in front of the environment's. Other arguments go to pytest.
 set -euo pipefail
@@ -34,7 +34,7 @@ for version in $versions; do
     wait "$part" || failed=1
   done
   interpreted=tests/ops/attention/triton/test_backend.py
-  [[ $version == 3.7 ]] && interpreted=
+  [[ $version == 3.[78] ]] && interpreted=
   "$VENV/bin/python" -m pytest -q -n "$cores" -p no:cacheprovider tests/ops/attention/triton/test_c_launcher.py \
     tests/ops/attention/triton/test_launcher.py tests/ops/attention/triton/test_hopper_launch.py \
     tests/ops/test_devices.py $interpreted "$@" || failed=1

@@ -77,3 +77,37 @@ def test_boxes_of_tensor_maps_are_as_wide_as_tiles(plan):
     assert {desc.block_shape[3] for (desc,) in maps} == {pad_dim(q.shape[3])}
     assert {desc.shape[3] for (desc,) in maps} == {q.shape[3]}
     assert all(step % 8 == 0 for (desc,) in maps for step in desc.strides[:3])
+
+
+def strange_strides():
+    """Return tensors (2, 2, 300, 72) that a tensor map cannot describe, by what is wrong with them."""
+    plain = torch.randn(2, 2, 300, 72, generator=torch.Generator().manual_seed(0)).half()
+    wide = torch.zeros(2, 2, 300, 76, dtype=torch.float16)
+    wide[..., :72] = plain
+    shifted = torch.zeros(plain.numel() + 1, dtype=torch.float16)[1:].view_as(plain).copy_(plain)
+    return {
+        "rows are 152 bytes apart": wide[..., :72],
+        "columns are not adjacent": plain.transpose(2, 3).contiguous().transpose(2, 3),
+        "heads are repeated": plain[:, :1].expand(2, 2, 300, 72),
+        "the address is no multiple of 16": shifted,
+    }
+
+
+@pytest.mark.parametrize("name", strange_strides())
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_strides_that_tma_refuses_are_copied(monkeypatch, name, place):
+    """Any strides are served: what a tensor map cannot describe is copied, and the values stay."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    got = []
+    monkeypatch.setattr(launch.Plan, "run", lambda self, *call: got.append((self, *call)))
+    tensors = [torch.randn(2, 2, 300, 72, generator=torch.Generator().manual_seed(each)).half() for each in range(3)]
+    tensors[place] = strange_strides()[name]
+    launch.hopper_attention(KernelCall(*tensors, 0.5))
+    ((held, *passed, scale),) = got
+    assert scale == 0.5
+    for x, y, step in zip(passed, tensors, (held.strides[each] for each in "qkv"), strict=True):
+        assert torch.equal(x, y)
+        assert x.data_ptr() % 16 == 0
+        assert list(x.stride()) == step
+        assert x.stride(3) == 1
+        assert all(each > 0 and each % 8 == 0 for each in x.stride()[:3])
