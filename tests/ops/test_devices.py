@@ -1,4 +1,4 @@
-"""What is said of a Triton that is older or newer than those for which the kernels are tested."""
+"""Calls are served with any Triton, and the list of backends says what a version lacks."""
 
 import re
 import warnings
@@ -57,7 +57,7 @@ def test_an_old_triton_leaves_calls_to_the_fused_attention(hopper, version):
 
 
 def test_a_new_triton_is_said_to_be_slower_once(hopper):
-    """With a Triton that is not known, kernels still serve, and one warning says what is off, why, and what to install.
+    """Kernels serve with a Triton that is not known, and one warning says what is off, why, and what to install.
 
     Story: with Triton 3.8 the Hopper kernel disappeared, and nobody was told.
     """

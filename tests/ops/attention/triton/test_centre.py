@@ -1,4 +1,4 @@
-"""What the pass over the keys on Hopper subtracts: exact, never longer, and only where all keys of a head allow it.
+"""The pass over the keys on Hopper subtracts exactly, makes no key longer, and counts only where all keys allow it.
 
 The kernel runs in Triton's interpreter; elsewhere only a GPU can run it.
 """

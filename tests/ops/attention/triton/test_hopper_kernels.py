@@ -94,7 +94,7 @@ def test_a_bias_takes_no_second_pass(dim, causal, bias):
 
 
 def test_each_head_has_its_own_keys():
-    """Of two heads one has a bias, so that K' counts for it alone, and a key of the other is off any bias."""
+    """K' counts for the heads whose keys share a bias, and for no other head of the call."""
     q, k, v = tensors(4, 2, 200, 300, 64, batch=2)
     k[0, 1] += 20
     k[1, 0, :, :8] -= 60
