@@ -15,6 +15,7 @@ TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) 
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 NO_PAGE_ANCHORS = ("3.7",)  # versions whose compiler fails on the kernel that reads the anchors of pages
 HOPPER = (9, 0)
+SM_100_SINCE = "3.8"  # the first version that compiles the kernels of prefill for sm_100 (B200)
 
 
 def device_types() -> tuple[str, ...]:
@@ -44,6 +45,9 @@ def triton_missing() -> str | None:
         if (too_old := triton_too_old()) is not None:
             return too_old
         capability = torch.cuda.get_device_capability()
+        if capability[0] == 10 and _number(triton_version()) < _number(SM_100_SINCE):
+            known = _known_triton().replace(TRITON_VERSIONS[0], SM_100_SINCE)
+            return f"Triton {triton_version()} does not compile the kernels for sm_100 (pip install '{known}')"
         if capability >= TENSOR_CORES:
             return None
         return f"Triton forms no tensor-core product for sm_{capability[0]}{capability[1]}, only from sm_80 on"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# With the oldest and the newest Triton that is known (--all: with each): all kernels compile for sm_80, 89, 90, 100 and
-# 120, direct launches give to the driver what Triton's own do, and the kernels are right in its interpreter (but for those
-# of 3.7 and 3.8, which take a product of a compile-time number and a tensor for a compile-time number).
+# With the oldest and the newest Triton that is known (--all: with each): all kernels compile for sm_80, 89, 90, 120 and,
+# since 3.8, sm_100; direct launches give to the driver what Triton's own do; and the kernels are right in its
+# interpreter, but for those of 3.7 and 3.8, which take the product of a compile-time number and a tensor for a
+# compile-time number.
 # No GPU is needed, and none is used: nothing here says that a version runs on a device. Each version is installed into a
 # folder of its own and read in front of the environment's. Other arguments go to pytest.
 set -euo pipefail

@@ -93,6 +93,16 @@ def test_a_known_triton_is_not_mentioned(hopper, version):
     assert status("triton").reason == registry.BACKENDS["triton"].label
 
 
+@pytest.mark.parametrize(("version", "who"), [("3.6.0", "sdpa"), ("3.7.1", "sdpa"), ("3.8.0", "triton")])
+def test_a_triton_that_does_not_compile_for_a_gpu_leaves_calls_to_the_fused_attention(hopper, version, who):
+    """Triton 3.6 and 3.7 fail to compile the kernels of prefill for a B200."""
+    hopper.setattr(torch.cuda, "get_device_capability", lambda *device: (10, 0))
+    hopper.setattr(triton, "__version__", version)
+    assert serve() == who
+    refused = f"Triton {version[:3]} does not compile the kernels for sm_100 (pip install 'triton>=3.8,<3.10')"
+    assert (status("triton").reason == refused) == (who == "sdpa")
+
+
 def test_versions_are_compared_as_numbers(hopper):
     """Triton 3.10 is newer than 3.9, although its text comes before."""
     hopper.setattr(triton, "__version__", "3.10.0")

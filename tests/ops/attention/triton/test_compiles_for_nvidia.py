@@ -46,6 +46,7 @@ RECORD = Path(__file__).with_name("nvidia_compiled.json")
 # What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
 SHARED_KIB = {70: 96, 75: 64, 80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 UNUSED = {"3.7": ("decode_anchored_paged_kernel",)}  # kernels by versions that do not compile them: devices.py
+NOT_FOR_SM_100 = ("3.6", "3.7")  # devices.SM_100_SINCE
 NEWER = {90: 100, 89: 120}  # by the architecture whose tiles they get (tiles.architecture_of)
 ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
 CRASH = "crash"  # a case that ends its process
@@ -226,9 +227,11 @@ def compile_part(part):
     """
     number, parts = map(int, part.split("/"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a kernel does not compile, Triton prints all of its code
-    unused = UNUSED.get(".".join(importlib.metadata.version("triton").split(".")[:2]), ())
+    version = ".".join(importlib.metadata.version("triton").split(".")[:2])
+    unused = UNUSED.get(version, ())
+    newer = {each: NEWER[each] for each in NEWER if NEWER[each] != 100 or version not in NOT_FOR_SM_100}
     runs = [(case, each) for case in list_cases() for each in case["architectures"]]
-    runs += [(case, NEWER[each]) for case, each in runs if each in NEWER and ".hopper." not in case["module"]]
+    runs += [(case, newer[each]) for case, each in runs if each in newer and ".hopper." not in case["module"]]
     runs = [(case, each) for case, each in runs if case["kernel"] not in unused]
     wrong = 0
     for case, architecture in runs[number - 1 :: parts]:
