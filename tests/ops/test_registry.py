@@ -223,6 +223,7 @@ def test_restrictions_cover_the_record():
         "label",
         "priority",
         "functions",
+        "repeatable",
     }
 
 

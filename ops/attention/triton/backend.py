@@ -16,7 +16,7 @@ from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
-from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing
 from pasa.ops.attention.triton.launcher import GLUON, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention
@@ -25,7 +25,9 @@ from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.short.launch import is_short, short_attention
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
+from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
+from pasa.ops.plans import refuse_plan
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
@@ -91,7 +93,11 @@ def hopper_serves(call: KernelCall) -> bool:
 def _hopper() -> Family:
     from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
 
-    return lambda call: (*hopper_attention(call), None)
+    def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
+        refuse_plan("these launches are kept in plans with tensor maps")
+        return *hopper_attention(call), None
+
+    return family
 
 
 @cache

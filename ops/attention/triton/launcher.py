@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -19,6 +20,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from pasa.ops.plans import Operand, Recorder, Step, recorder, unrecorded
+
 # The arguments of the C launcher are internal to Triton and differ between versions. The
 # interpreter has no launcher.
 _CUDA = torch.version.hip is None and not triton.knobs.runtime.interpret
@@ -27,6 +30,7 @@ DIRECT = triton.__version__.startswith("3.6.") and _CUDA
 GLUON = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and _CUDA
 
 Grid: TypeAlias = tuple[int, int, int]
+Launch: TypeAlias = Callable[[Sequence[Any]], None]
 
 
 @dataclass(frozen=True)
@@ -161,21 +165,60 @@ def launch(
     options
         Options of the compiler, such as num_warps.
     """
-    ready = None
-    if DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction:
-        device = tensors[0].device.index
-        kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
-        key = (kernel, device, kinds, *constants.items(), *options.items())
-        ready = _ready.get(key)
-        if ready is None:
-            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid))
-            if ready is not None:
-                _ready[key] = ready
+    ready = _compiled(kernel, grid, tensors, numbers, constants, options)
     if ready is None:
-        kernel[grid](*tensors, *numbers, **constants, **options)
-        return
-    stream = driver.active.get_current_stream(device)
-    ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
+        step = _launch_by_triton(kernel, grid, numbers, constants | options)
+    else:
+        step = _launch_directly(ready, grid, tensors[0].device, (*numbers, *(None,) * len(constants)))
+    if (record := recorder()) is not None:
+        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, ready is not None))
+    with unrecorded() if record else nullcontext():  # the interpreter copies tensors
+        step(tensors)
+
+
+def _compiled(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Ready | None:  # fmt: skip
+    """Return the kernel compiled for arguments like these, or None if Triton must launch it."""
+    if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
+        return None
+    kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
+    key = (kernel, tensors[0].device.index, kinds, *constants.items(), *options.items())
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid))
+        if ready is not None:
+            _ready[key] = ready
+    return ready
+
+
+def _launch_by_triton(kernel: Any, grid: Grid, numbers: Sequence[Any], named: dict[str, Any]) -> Launch:
+    """Return a function that launches a kernel on tensors through Triton's Python layers."""
+    return lambda tensors: kernel[grid](*tensors, *numbers, **named)
+
+
+def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
+    """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
+    return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream of a GPU."""
+    stream: int = driver.active.get_current_stream(device.index)
+    return stream
+
+
+def _operand(record: Recorder, x: Any) -> Operand | None:
+    """Return where the memory of a kernel's argument lies."""
+    if isinstance(x, Pointer):
+        found = record.operand(x.owner)
+        return found and found._replace(offset=x.address - x.owner.data_ptr(), dtype=x.dtype, size=(), stride=())
+    if isinstance(x, Tensor):
+        return record.operand(x)
+    found = record.operand(x.base)
+    kept = list(x.shape), list(x.strides), list(x.block_shape)
+    return found and found._replace(wrap=lambda base: type(x)(base, *kept))
 
 
 # Has no limit, as Triton's own cache of compiled kernels has none.
