@@ -90,8 +90,9 @@ def choose_anchor(b_k, m_seen, longest):
     """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
 
     In each column it is the mean of the samples near the median of the means of three thirds, so that some unlike keys,
-    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if scores are small anyway, or if few samples are
-    seen. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys must be tested against it.
+    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if scores are small anyway, or
+    if few samples are seen. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys must be tested against
+    the anchor.
     """
     b_low = mean_of_third(b_k, m_seen, 0)
     b_high = mean_of_third(b_k, m_seen, 1)
