@@ -23,7 +23,8 @@ from torch.autograd import forward_ad
 from pasa.ops import plans
 from pasa.ops.plans import tensors_of
 
-_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
+_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}  # for torch.func.grad, which needs `setup_context`
+_short_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
@@ -61,7 +62,26 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
             grads = torch.func.vmap(op, in_dims)(*arguments)
             return grads, (0,) * len(grads)
 
-    _functions[op] = Direct
+    class Short(torch.autograd.Function):
+        """Take the tensors of a call, then all of its arguments in one tuple.
+
+        For each call of a function with `setup_context`, torch binds the arguments to a signature, and it looks at
+        every argument for a wrapper of torch.func. Both take as long as the launches of a call.
+        """
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *tensors, arguments = inputs
+            results = plans.run(op, arguments, tuple(tensors))
+            remember(ctx, arguments, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            tensors = len(ctx.needs_input_grad) - 1  # the first arguments of an operator
+            return *gradient(ctx, *grads)[:tensors], None
+
+    _functions[op], _short_functions[op] = Direct, Short
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:
@@ -85,7 +105,7 @@ def call(op: CustomOpDef, *arguments: Any) -> Any:
     if _is_observed(tensors):
         return op(*arguments)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _functions[op].apply(*arguments) if op in _functions else op(*arguments)
+        return _short_functions[op].apply(*tensors, arguments) if op in _functions else op(*arguments)
     return plans.run(op, arguments, tensors)
 
 

@@ -282,7 +282,7 @@ def calls_of(function):
 
 
 # Functions that a call may enter, and its launches. Before there were plans, these calls entered 561 (decode), 513
-# (masked), 654 (prefill) and 270 (short) functions.
+# (masked), 654 (prefill) and 270 (short) functions, and forward and backward together 1402.
 WORK = {
     "decode": (110, 3),
     "decode masked": (120, 3),
@@ -355,6 +355,16 @@ def test_threads_record_apart(pretended_gpu):
         thread.join()
     assert len(kept()) == 40
     assert sorted(len(plan.steps) for plan in kept()) == sorted(alone)
+
+
+@portable
+def test_work_of_the_host_for_gradients(pretended_gpu):
+    q, k, v = normal_qkv((2, 1), (70, 150), 64)
+    differentiate(q, k, v)
+    pretended_gpu.clear()
+    differentiate(q, k, v)
+    assert len(pretended_gpu) == 3 + 4
+    assert calls_of(lambda: differentiate(q, k, v)) <= 320
 
 
 @portable
