@@ -6,6 +6,8 @@ TILE_MATH = "ops/attention/triton/tile_math.py"
 PREFILL = "ops/attention/triton/prefill/kernel.py"
 DECODE = "ops/attention/triton/decode/kernel.py"
 LANES = "ops/attention/triton/decode/lanes_kernel.py"
+SAMPLING = "ops/attention/triton/decode/tile_math.py"
+OF_DECODE = "tests/ops/attention/triton/test_decode.py::"
 MASK = "ops/attention/triton/prefill/mask_kernel.py"
 SHORT = "ops/attention/triton/short/kernel.py"
 SHIFT = "ops/attention/triton/anchor_kernel.py"
@@ -297,11 +299,32 @@ KERNELS = [
         GAPS + "test_masked_decode[64]",
     ),
     mutant(
-        "decoding: a block that begins within a page has one page",
+        "decoding: a difference that may be rounded fails no bound",
         DECODE,
-        "if ALIGNED and PAGE % BLOCK_N == 0:",
-        "if PAGE % BLOCK_N == 0:",
-        SAMPLES + "test_conditions_of_the_exact_pass_over_pages",
+        "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, INF)",
+        "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, b_wide)",
+        OF_DECODE + "test_a_difference_that_fp16_would_round",
+    ),
+    mutant(
+        "decoding: padding takes part in the sample",
+        SAMPLING,
+        'm_seen = m_seen & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))\n    return m_seen',
+        "m_seen = m_seen & (b_mask == b_mask)\n    return m_seen",
+        OF_DECODE + "test_padding_is_no_sample",
+    ),
+    mutant(
+        "decoding: a sample's anchor is that of two means",
+        SAMPLING,
+        "m_near = m_seen[:, None] & (tl.abs(b_k - b_middle[None, :]) <= 0.5",
+        "m_near = m_seen[:, None] & (tl.abs(b_k - b_middle[None, :]) <= 50.0",
+        OF_DECODE + "test_unlike_keys_in_the_sample",
+    ),
+    mutant(
+        "merge: frames of splits count as one if the first has one",
+        DECODE,
+        "elif most > tl.where(least > 0, 1, 0):",
+        "elif most > 1:",
+        OF_DECODE + "test_frames_of_0_beside_an_anchor",
     ),
     mutant(
         "lanes: the check of all keys is lost",
@@ -313,9 +336,38 @@ KERNELS = [
     mutant(
         "lanes: keys may be as far from an anchor as scores allow",
         LANES,
-        "limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 0.5)",
-        "limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 5.0)",
+        "tl.abs(b_anchor.to(tl.float32)) * 0.5)",
+        "tl.abs(b_anchor.to(tl.float32)) * 5.0)",
         CORNERS + "test_an_anchor_that_would_round_a_key",
+        OF_DECODE + "test_a_difference_that_fp16_would_round",
+    ),
+    mutant(
+        "lanes: a key that fails a bound marks its lane only if its score is far above all others",
+        LANES,
+        "m_bad = b_worst > b_max - NEGLIGIBLE / scale",
+        "m_bad = b_worst > b_max + NEGLIGIBLE / scale",
+        OF_DECODE + "test_a_long_key_beside_ordinary_ones",
+    ),
+    mutant(
+        "lanes: a long key is settled whatever the others are",
+        LANES,
+        "m_settled = (least == most) | (least - far > others_most)",
+        "m_settled = (least == most) | (least == least) | (least - far > others_most)",
+        OF_DECODE + "test_two_long_keys_compete",
+    ),
+    mutant(
+        "lanes: a long key is settled among ordinary keys of its lane",
+        LANES,
+        "m_alone = (b_sum == 1.0) & (b_worst < INF)",
+        "m_alone = b_worst < INF",
+        OF_DECODE + "test_a_long_key_beside_ordinary_ones",
+    ),
+    mutant(
+        "lanes: FP16 cannot hold the square of a long key",
+        LANES,
+        "SHRINK = tl.constexpr(2.0**-8)",
+        "SHRINK = tl.constexpr(1.0)",
+        OF_DECODE + "test_one_pass_serves_these_data",
     ),
     mutant(
         "lanes: a block counts as seen whole one key too early",
@@ -342,8 +394,8 @@ KERNELS = [
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
     ),
     mutant(
-        "lanes: marks of the first programs alone are read",
-        LANES,
+        "page anchors: marks of the first programs alone are read",
+        "ops/attention/triton/decode/paged_anchored_kernel.py",
         "for start in range(0, splits, MARKS):",
         "for start in range(0, tl.minimum(splits, MARKS), MARKS):",
         SAMPLES + "test_only_the_last_of_many_programs_fails",

@@ -10,6 +10,7 @@ The query heads that share a key head are rows of one tile.
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
@@ -25,88 +26,6 @@ from pasa.ops.attention.triton.tile_math import (
     softmax_step,
     two_products,
 )
-
-SAMPLES = tl.constexpr(16)  # keys from which the anchor of a head is chosen
-UNLIKE = tl.constexpr(3)  # of them may be unlike the others
-# The largest distance of a sampled key from its anchor, relative to the anchor; other keys may lie 2.5 times as far
-# away. The largest of 16 normal numbers lies 1.8 sigma from their mean, so others may lie 4.4 sigma away or more.
-NEAR = tl.constexpr(0.2)
-
-
-@triton.jit
-def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
-    """Return the memory offsets of keys o_n.
-
-    PAGE: slots of a page, or 0 without pages, when p_table and stride_page are unused.
-    """
-    if PAGE > 0:
-        page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0)
-        offset = tl.cast(page, tl.int64) * stride_page + (o_n % PAGE) * stride_n
-    else:
-        offset = tl.cast(o_n, tl.int64) * stride_n
-    return offset
-
-
-@triton.jit
-def sampled_keys(keys):
-    """Return the numbers (SAMPLES,) of keys that are spread over a head; equal ones if there are fewer keys."""
-    return tl.arange(0, SAMPLES) * (keys // SAMPLES) + keys // (2 * SAMPLES)
-
-
-@triton.jit
-def load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
-    """Load the sampled keys (SAMPLES, D) of a head."""
-    o_n = sampled_keys(keys)
-    o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
-    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
-
-
-@triton.jit
-def seen_samples(p_mask, keys, stride_mask_n, MASK: tl.constexpr):
-    """Return which of the sampled keys a row of a mask shows."""
-    o_n = sampled_keys(keys)
-    m_seen = o_n < keys
-    if MASK != "none":
-        b_mask = tl.load(p_mask + tl.cast(o_n, tl.int64) * stride_mask_n, mask=m_seen, other=0).to(tl.float32)
-        m_seen = m_seen & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))
-    return m_seen
-
-
-@triton.jit
-def masked_mean(b_k, m_k):
-    """Return the mean (D,) of the elements of b_k (N, D) where m_k (N, D or 1) is true."""
-    return tl.sum(tl.where(m_k, b_k, 0.0), 0) / tl.maximum(tl.sum(tl.where(m_k, 1.0, 0.0), 0), 1.0)
-
-
-@triton.jit
-def mean_of_third(b_k, m_seen, third):
-    """Return the mean (D,) of every third of the samples (SAMPLES, D), from sample `third` on."""
-    return masked_mean(b_k, (m_seen & (tl.arange(0, SAMPLES) % 3 == third))[:, None])
-
-
-@triton.jit
-def choose_anchor(b_k, m_seen, longest):
-    """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
-
-    In each column it is the mean of the samples near the median of the means of three thirds, so that some unlike keys,
-    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if scores are small anyway, or
-    if few samples are seen. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys must be tested against
-    the anchor.
-    """
-    b_low = mean_of_third(b_k, m_seen, 0)
-    b_high = mean_of_third(b_k, m_seen, 1)
-    b_third = mean_of_third(b_k, m_seen, 2)
-    b_middle = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))
-    m_near = m_seen[:, None] & (tl.abs(b_k - b_middle[None, :]) <= 0.5 * tl.abs(b_middle)[None, :])
-    anchor = masked_mean(b_k, m_near).to(tl.float16).to(tl.float32)
-    m_near = m_seen[:, None] & (tl.abs(b_k - anchor[None, :]) <= NEAR * tl.abs(anchor)[None, :])
-    seen = tl.sum(tl.where(m_seen, 1, 0), 0)
-    steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, SAMPLES // 2)
-    square = tl.max(tl.sum(tl.where(m_seen[:, None], b_k * b_k, 0.0), 1), 0)
-    # half of an anchor must be an FP16 number, too
-    anchor = tl.where(steady & (tl.abs(anchor) >= 2.0**-10), anchor, 0.0)
-    return tl.where(tl.sqrt(square) * longest > 0.5 * ANCHOR_LIMIT, anchor, 0.0)
 
 
 @triton.jit
@@ -147,13 +66,13 @@ def store_split(
 
 
 @triton.jit
-def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pages and slots of BLOCK_N keys from `start` on; a scalar page if all keys are in one page.
+def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Return pages and slots of BLOCK_N keys from `start` on, a multiple of BLOCK_N; a scalar page if all are in one.
 
-    p_table: row of the sequence; ALIGNED: `start` is a multiple of BLOCK_N.
+    p_table: row of the sequence.
     """
     o_n = start + tl.arange(0, BLOCK_N)
-    if ALIGNED and PAGE % BLOCK_N == 0:
+    if PAGE % BLOCK_N == 0:
         page = tl.load(p_table + start // PAGE)
     else:
         page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
@@ -165,18 +84,18 @@ def attend_split(
     b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
     diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
     SHIFT: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys from `begin` to `end`, a part of a split.
+    """Attend to the keys from `begin`, a multiple of BLOCK_N, to `end`, a part of a split.
 
     SHIFT "block": block anchors are subtracted, and scores are in the frame b_first. This starts as the anchor of the
     first block with a key that some row sees, because blocks of padding have none. SHIFT "head": b_first (D,) is
     subtracted; "none": keys are used unchanged. In both, b_square (BLOCK_N,) collects the largest squared norms;
     infinity or NaN there fails the bound, and stands for a difference that may be rounded, too.
-    PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. ALIGNED: `begin` is a
-    multiple of BLOCK_N. WINDOW: row i sees no key before i + diagonal - span. CAP: scores are those of `capped_scores`,
-    which are small, so nothing is anchored or collected.
+    PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. WINDOW: row i sees no
+    key before i + diagonal - span. CAP: scores are those of `capped_scores`, which are small, so nothing is anchored or
+    collected.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
@@ -190,7 +109,7 @@ def attend_split(
         at = tl.cast(start, tl.int64)
         m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
         if PAGE > 0:
-            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE, ALIGNED)
+            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE)
             p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None] + o_d[None, :]
             p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, None] + o_d[None, :]
         else:
@@ -344,12 +263,13 @@ def decode_kernel(
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
+            "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
         mark = 2
     else:
-        SHIFT: tl.constexpr = "head" if CAP == "none" else "none"
-        if CAP == "none":
+        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89).
+        SHIFT: tl.constexpr = "head" if CAP == "none" and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        if SHIFT == "head":
             p_mask += batch * stride_mask_b + kv_head * group * stride_mask_h + (rows - 1) * stride_mask_m
             b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
             b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_mask, keys, stride_mask_n, MASK), longest)
@@ -357,12 +277,12 @@ def decode_kernel(
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-                SHIFT, False, MASK, False, D, D_PAD, BLOCK_N, 0, True, False, CAP,
+                SHIFT, False, MASK, False, D, D_PAD, BLOCK_N, 0, False, CAP,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
+            SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)

@@ -18,17 +18,10 @@ is faster than one stream for each program.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import (
-    SAMPLES,
-    attend_split,
-    choose_anchor,
-    load_queries,
-    load_sample,
-    store_split,
-)
+from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
-MARKS = tl.constexpr(128)  # marks of programs that are read at once
 OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once
 FP32_MAX = tl.constexpr(3.4028234e38)
 SHRINK = tl.constexpr(2.0**-8)  # of keys, so that FP16 holds the square of each
@@ -284,21 +277,10 @@ def attend_lane_exactly(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row,
             start, tl.minimum(start + BLOCK_N, keys), keys - rows, 0, scale, scale, longest, stride_kn, stride_vn, 0,
             p_table, stride_kp, stride_vp,
-            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, True, False, "none",
+            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, False, "none",
         )  # fmt: skip
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + slot * D, p_framed + slot, slot, m_row, 2,
                 D, D_PAD, BLOCK_M)  # fmt: skip
-
-
-@triton.jit
-def is_marked(p_marked, o_pair, splits):
-    """Test if the pass without anchors has failed in a program of the head."""
-    marked = 0
-    for start in range(0, splits, MARKS):
-        o_mark = start + tl.arange(0, MARKS)
-        b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
-        marked = tl.maximum(marked, tl.max(b_mark, 0))
-    return marked
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits"])

@@ -7,15 +7,9 @@ depends on the sequence. A mixed batch comes in tiles of a few queries, each wit
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import (
-    attend_split,
-    choose_anchor,
-    load_queries,
-    load_sample,
-    seen_samples,
-    store_split,
-)
+from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 
@@ -87,7 +81,6 @@ def decode_paged_kernel(
     CAP: tl.constexpr,  # as in `decode_kernel`
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
-    ALIGNED: tl.constexpr = GRAIN % BLOCK_N == 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -121,24 +114,25 @@ def decode_paged_kernel(
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
+            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
         mark = 2
     else:
-        SHIFT: tl.constexpr = "head" if CAP == "none" else "none"
-        if CAP == "none":
+        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89).
+        SHIFT: tl.constexpr = "head" if CAP == "none" and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        if SHIFT == "head":
             keys = tl.load(p_tile + (3 * o_tile + 1 if TILED else o_tile))
             b_sample = load_sample(p_keys, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
             b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_q, keys, 0, "none"), longest)
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, whole,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            SHIFT, False, "none", False, D, D_PAD, BLOCK_N, PAGE, ALIGNED, False, CAP,
+            SHIFT, False, "none", False, D, D_PAD, BLOCK_N, PAGE, False, CAP,
         )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            SHIFT, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
+            SHIFT, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)

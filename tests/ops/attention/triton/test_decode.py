@@ -253,3 +253,16 @@ def test_padding_is_no_sample(hidden, passes):
     k[:, :, :hidden] = 3.0
     check(q, k, v, {}, hidden)
     assert passes.redone == 0 if hidden < 400 else passes.redone >= 0
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (20, 1)])
+def test_frames_of_0_beside_an_anchor(heads, passes):
+    """A split of the exact pass may have the frame 0 while the others have the anchor of the head.
+
+    Its keys lack the bias, and their scores are as large as those of the others.
+    """
+    q, k, v = normal(heads, (1, 900), 64)
+    q, k = on_both(q, k, 40)
+    k[:, :, 320:352] = 40 * torch.tensor([1.9, 0.1]).repeat(32) + k[:, :, 320:352] - 40
+    check(q, k, v, {})
+    assert passes.redone >= 1
