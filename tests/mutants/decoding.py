@@ -120,7 +120,7 @@ DECODING = [
         LANES,
         "highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)",
         "highest = FP32_MAX",
-        SAMPLES + "test_decode",
+        OF_DECODE + "test_a_long_key_beside_ordinary_ones",
     ),
     mutant(
         "lanes: keys may be as far from an anchor as scores allow",

@@ -118,8 +118,10 @@ def decode_paged_kernel(
         )  # fmt: skip
         mark = 2
     else:
-        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89).
-        SHIFT: tl.constexpr = "head" if CAP == "none" and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89). Keys before a window, that
+        # no row sees, must not choose an anchor.
+        ANCHORS: tl.constexpr = CAP == "none" and not WINDOW
+        SHIFT: tl.constexpr = "head" if ANCHORS and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
         if SHIFT == "head":
             keys = tl.load(p_tile + (3 * o_tile + 1 if TILED else o_tile))
             b_sample = load_sample(p_keys, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
