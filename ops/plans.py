@@ -91,6 +91,8 @@ class Recorder(TorchDispatchMode):
         The first thing that the call does beside, which cannot be repeated; empty if there is none.
     entered : bool
         Whether the backend that serves the call lets it be recorded.
+    whole : (callable, tuple of int), optional
+        What `repeat_whole` was called with.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -101,6 +103,7 @@ class Recorder(TorchDispatchMode):
         self.views: list[Tensor] = []  # kept, so that an id stays that of its tensor
         self.steps: list[Step] = []
         self.foreign, self.entered = "", False
+        self.whole: tuple[Callable[..., Results], tuple[int, ...]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -123,6 +126,15 @@ class Recorder(TorchDispatchMode):
             self.foreign = self.foreign or "a tensor that is neither an input nor an allocation"
             return None
         return Operand(source, x.data_ptr() - owner.data_ptr(), x.dtype, tuple(x.shape), x.stride())
+
+    def place_of(self, x: Tensor) -> int | None:
+        """Return which input a tensor is, or None if it is none as a whole."""
+        found = self.operand(x)
+        owner = None if found is None else self.owners[found.source]
+        if found is None or owner is None or found.source >= self.inputs or found.offset:
+            return None
+        same = (x.dtype, x.shape, x.stride()) == (owner.dtype, owner.shape, owner.stride())
+        return found.source if same else None
 
 
 @cache
@@ -150,10 +162,18 @@ def recorded(repeatable: bool) -> Iterator[None]:
         yield
 
 
-def refuse_plan(why: str) -> None:
-    """Tell the recorder, if there is one, that the call does what a plan cannot repeat."""
-    if (record := recorder()) is not None:
-        record.foreign = record.foreign or why
+def repeat_whole(function: Callable[..., Results], *tensors: Tensor) -> None:
+    """Let a plan call `function` on the inputs that these tensors are, in place of launches that were not recorded.
+
+    It returns the first results of the operator, and what it does must depend on the geometry of its inputs alone.
+    """
+    if (record := recorder()) is None:
+        return
+    places = [record.place_of(x) for x in tensors]
+    if None in places:
+        record.foreign = record.foreign or "a part of an input"
+    else:
+        record.whole = function, tuple([place for place in places if place is not None])
 
 
 def unrecorded() -> Any:
@@ -166,9 +186,13 @@ class Plan:
 
     def __init__(self, record: Recorder, results: Sequence[Tensor]) -> None:
         """Raise LookupError if the call does what a plan cannot repeat."""
+        self.whole, self.empty = record.whole, (None,) * sum(x.numel() == 0 for x in results)
+        self.used = [at for at in range(record.inputs) if record.owners[at] is not None]
+        if self.whole is not None and not record.foreign and not record.steps:
+            return
         made = [record.operand(x) if x.numel() else None for x in results]
-        if record.foreign or not record.steps:
-            raise LookupError(record.foreign or "a call without a launch")
+        if record.foreign or record.whole or not record.steps:
+            raise LookupError(record.foreign or "a call without a launch, or with others beside it")
         owners, inputs = record.owners, record.inputs
         self.results: list[Callable[[], Tensor] | None] = []
         places: dict[int, tuple[int, int]] = {}  # source: base, and offset in bytes
@@ -190,8 +214,6 @@ class Plan:
         places |= {at: (bases, start) for (at, _), start in zip(rest, [0, *ends], strict=False)}
         self.bytes = ends[-1] if ends else 0
         places |= {at: (at, 0) for at in range(inputs)}
-        self.used = [at for at in range(inputs) if owners[at] is not None]
-        self.inputs = inputs
         self._lay_out(record.steps, places)
 
     def _lay_out(self, steps: list[Step], places: dict[int, tuple[int, int]]) -> None:
@@ -222,6 +244,10 @@ class Plan:
     def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
         """Return the results of a call on these inputs; None stands for a result without elements."""
         first: Any = inputs[self.used[0]]
+        if self.whole is not None:
+            function, places = self.whole
+            with on_device(first):
+                return *function(*[inputs[place] for place in places]), *self.empty
         with on_device(first):
             results = tuple([make and make() for make in self.results])
             owners: list[Any] = [*inputs, *[x for x in results if x is not None]]

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pasa
 from pasa.ops import plans, registry
 from pasa.ops.attention.spec import pages
+from pasa.ops.attention.triton import backend as triton_backend
 from pasa.ops.attention.triton import launcher
 from pasa.ops.attention.triton.backward import launch as backward_launch
 from pasa.ops.attention.triton.decode import launch as decode_launch
@@ -244,6 +245,28 @@ def test_what_cannot_be_repeated_is_noticed():
     for call, why in refused.items():
         with pytest.raises(LookupError, match=why):
             record(call)
+
+
+def test_a_launcher_with_plans_of_its_own_is_called_as_a_whole(monkeypatch):
+    """The Hopper kernel keeps plans with tensor maps; a plan calls its launcher, and skips what comes before it."""
+    calls = []
+
+    def fake(call):
+        calls.append((call.scale, call.is_causal, call.dropped))
+        return call.q * 2, call.q[..., 0].float() + call.v[0, 0, 0, 0]
+
+    monkeypatch.setattr(triton_backend, "hopper_serves", lambda _: True)
+    monkeypatch.setattr(triton_backend, "_hopper", lambda: triton_backend.with_own_plans(fake))
+    for seed in range(2):
+        q, k, v = normal_qkv((2, 2), (70, 150), 64, seed=seed)
+        out, lse = attend(q, k, v, is_causal=True, scale=0.25)
+        assert torch.equal(out.cpu(), q * 2)
+        assert torch.equal(lse.cpu(), q[..., 0].float() + v[0, 0, 0, 0])
+        assert kept()[0].whole
+    assert calls == [(0.25, True, 0)] * 2
+    attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    attend(q, k, v, window=(50, 69))  # which cuts off keys
+    assert kept()[1:] == [None, None]
 
 
 # ---- the work of the host

@@ -27,7 +27,7 @@ from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
 from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
-from pasa.ops.plans import refuse_plan
+from pasa.ops.plans import repeat_whole, unrecorded
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
@@ -93,9 +93,18 @@ def hopper_serves(call: KernelCall) -> bool:
 def _hopper() -> Family:
     from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
 
+    return with_own_plans(hopper_attention)
+
+
+def with_own_plans(attend_by: Callable[[KernelCall], tuple[Tensor, Tensor]]) -> Family:
+    """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole."""
+
     def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
-        refuse_plan("these launches are kept in plans with tensor maps")
-        return *hopper_attention(call), None
+        plain = call.scale, call.options, call.is_causal
+        rounding = {"dropped": call.dropped, "out_dtype": call.out_dtype}
+        repeat_whole(lambda q, k, v: attend_by(KernelCall(q, k, v, *plain, **rounding)), call.q, call.k, call.v)
+        with unrecorded():
+            return *attend_by(call), None
 
     return family
 
