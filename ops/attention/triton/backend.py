@@ -100,9 +100,12 @@ def with_own_plans(attend_by: Callable[[KernelCall], tuple[Tensor, Tensor]]) -> 
     """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole."""
 
     def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
-        plain = call.scale, call.options, call.is_causal
-        rounding = {"dropped": call.dropped, "out_dtype": call.out_dtype}
-        repeat_whole(lambda q, k, v: attend_by(KernelCall(q, k, v, *plain, **rounding)), call.q, call.k, call.v)
+        scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
+
+        def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return attend_by(KernelCall(q, k, v, scale, options, is_causal, dropped=dropped))
+
+        repeat_whole(again, call.q, call.k, call.v)
         with unrecorded():
             return *attend_by(call), None
 
