@@ -92,7 +92,7 @@ DECODING = [
         DECODE,
         "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, INF)",
         "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, b_wide)",
-        OF_DECODE + "test_a_difference_that_fp16_would_round",
+        OF_DECODE + "test_a_rounded_difference_within_the_limit_of_scores",
     ),
     mutant(
         "decoding: padding takes part in the sample",

@@ -168,6 +168,20 @@ def test_a_difference_that_fp16_would_round(heads, value, passes):
     assert passes.redone >= 3 if value not in (1502.0,) else passes.redone >= 0
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (20, 1)])
+def test_a_rounded_difference_within_the_limit_of_scores(heads, passes):
+    """A difference that FP16 would round is found even if no score can pass 2048 nats.
+
+    The anchor of 1000 is needed, as scores may pass 1024 nats. 0.1234 - 1000 is 1250 nats, and FP16 rounds it by 0.12.
+    """
+    q, k, v = normal(heads, (1, 610), 64)
+    q, k = q * 0.1, k * 0.1
+    q[..., 5], k[..., 5] = 10.0, 1000.0
+    k[:, :, 333, 5] = 0.1234
+    check(q, k, v, {})
+    assert passes.redone == 1
+
+
 @pytest.mark.parametrize("factor", [0.50049, 0.501, 0.999, 1.499, 1.4995])
 def test_differences_at_the_edge_of_exactness(factor, passes):
     """Differences up to half of the anchor are exact, so keys there need no exact pass."""
