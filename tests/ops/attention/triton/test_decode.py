@@ -101,8 +101,8 @@ SHAPES = {  # heads, lengths, head dimension, options
 }
 
 
-def check(q, k, v, how, padding=0):
-    """Check a call against FP64: no error above that of FP32 attention by more than half a spacing of the output."""
+def check(q, k, v, how, padding=0, ratio=1.1):
+    """Check a call against FP64: errors of at most `ratio` times those of FP32, and half a spacing of the output."""
     q, k, v = (x.half() for x in (q, k, v))
     mask = (torch.arange(k.shape[2]) >= padding)[None, None, None] if padding else None
     golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=mask, **how)
@@ -110,8 +110,8 @@ def check(q, k, v, how, padding=0):
     on_device = [None if x is None else x.to(DEVICE) for x in (q, k, v, mask)]
     out, lse = pasa.attention(*on_device[:3], attn_mask=on_device[3], backend="triton", return_lse=True, **how)
     out, lse = out.cpu(), lse.cpu()
-    assert max_error(out, golden) <= 1.1 * max_error(fp32, golden) + HALF_ULP
-    assert rmse(out, golden) <= 1.1 * rmse(fp32, golden) + 2.0**-14
+    assert max_error(out, golden) <= ratio * max_error(fp32, golden) + HALF_ULP
+    assert rmse(out, golden) <= ratio * rmse(fp32, golden) + 2.0**-14
     rounding = 2.0**-20 * float(golden_lse.abs().max())
     assert float((lse - golden_lse).abs().max()) <= 1e-3 + rounding
 
@@ -274,10 +274,13 @@ def test_padding_is_no_sample(hidden, passes):
 def test_frames_of_0_beside_an_anchor(heads, passes):
     """A split of the exact pass may have the frame 0 while the others have the anchor of the head.
 
-    Its keys lack the bias, and their scores are as large as those of the others.
+    Its keys have no anchor, and their scores are as large as those of the others. FP32 rounds these scores once, and
+    the offset of the other frame, which is as large, once more: twice the error of FP32 attention.
     """
     q, k, v = normal(heads, (1, 900), 64)
     q, k = on_both(q, k, 40)
-    k[:, :, 320:352] = 40 * torch.tensor([1.9, 0.1]).repeat(32) + k[:, :, 320:352] - 40
-    check(q, k, v, {})
+    # 76 or 4 in turn, by key and channel: no anchor is a third of 4 and near 40
+    turn = (torch.arange(32)[:, None] + torch.arange(64)) % 2
+    k[:, :, 320:352] += torch.where(turn == 0, 36.0, -36.0)
+    check(q, k, v, {}, ratio=2)
     assert passes.redone >= 1
