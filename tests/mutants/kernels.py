@@ -216,13 +216,6 @@ KERNELS = [
         TRITON + "test_short_keys",
     ),
     mutant(
-        "page anchors: marks of the first programs alone are read",
-        "ops/attention/triton/decode/paged_anchored_kernel.py",
-        "for start in range(0, splits, MARKS):",
-        "for start in range(0, tl.minimum(splits, MARKS), MARKS):",
-        SAMPLES + "test_only_the_last_of_many_programs_fails",
-    ),
-    mutant(
         "a masked first key decides on its block's anchor",
         SHIFT,
         "hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)",
@@ -274,6 +267,13 @@ KERNELS = [
 ]
 
 UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these are not run.
+    mutant(
+        "page anchors: marks of the first programs alone are read",
+        "ops/attention/triton/decode/paged_anchored_kernel.py",
+        "for start in range(0, splits, MARKS):",
+        "for start in range(0, tl.minimum(splits, MARKS), MARKS):",
+        SAMPLES + "test_only_the_last_of_many_programs_fails",
+    ): "a head whose mark is missed keeps FP32's accuracy, which no test here is below",
     mutant(
         "page anchors: the frame is the anchor of one page",
         "ops/attention/triton/decode/paged_anchored_kernel.py",

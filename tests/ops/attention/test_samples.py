@@ -168,13 +168,13 @@ def test_only_the_last_of_many_blocks_is_large():
 def test_only_the_last_of_many_programs_fails(monkeypatch):
     """Marks of all programs are read, not only those of the first 128: here 131 programs, and the last keys stand off.
 
-    Without the last program's mark the others would keep their results without anchors, and the head would have two
-    frames: scores of 1,500 nats and of 3,000, less the anchor's 1,500, would tie.
+    Without the last program's mark the head would keep its results without anchors, and scores of 450,000 nats, which
+    FP32 spaces by 2^-5 nats.
     """
     monkeypatch.setattr(paged_launch, "processors", lambda _: 131)
     pages = make_pages([131 * 128], (1, 1), 16, 16)
-    pages.q[..., 0], pages.k[..., 0] = 6.0, 1000.0
-    pages.k[-32:, :, 0] = 2000.0
+    pages.q[..., 0], pages.k[..., 0] = 60.0, 100.0
+    pages.k[-32:, :, 0] = 30000.0
     check(write_again(pages).anchored())
 
 
