@@ -68,6 +68,8 @@ class Backend:
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
         How the backend computes, and where that has been run: on the device, emulated, or not at all.
+    repeatable : bool
+        Whether a later call on tensors of the same geometry may repeat the launches of a call (`ops/plans.py`).
     priority : int
         Of the backends that can serve a call, the one of highest priority does.
     """
@@ -87,6 +89,7 @@ class Backend:
     feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slower: Callable[[], str | None] = lambda: None
+    repeatable: bool = False
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -185,6 +188,7 @@ TRITON = Backend(
     },
     functions={"cuda": ("write_pages", "count_scores")},
     slower=triton_slower,
+    repeatable=True,
     priority=2,
 )
 ASCEND_C: Backend = Backend(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from pasa.ops import envs
 
@@ -103,3 +105,10 @@ def npu_missing() -> str | None:
         return "torch_npu is not installed (pip install '.[npu]')"
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     return None if npu is not None and npu.is_available() else "torch finds no NPU"
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which the current device is that of x, because Triton launches on the current device."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -98,22 +98,24 @@ SHARED = tuple(
 BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
 SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
+HOST = ("pasa.ops.devices", "pasa.ops.plans")
 MAY_IMPORT = {
     "pasa.ops.numerics": (),
     "pasa.ops.packed": (),
     "pasa.ops.notices": (),
     "pasa.ops.envs": (),
-    "pasa.ops.dispatch": (),
+    "pasa.ops.dispatch": ("pasa.ops.plans",),
     "pasa.ops.devices": BASE,
+    "pasa.ops.plans": ("pasa.ops.devices",),
     "pasa.ops.attention.options": BASE,
     "pasa.ops.attention.torch_sdpa": (),
     "pasa.ops.attention.call": (*BASE, *CALL),
     "pasa.ops.attention.spec": SPEC,
     "pasa.ops.attention.spec.exact_fp64": (),
-    **{f"{TRITON}.{family}": (*SPEC, *SHARED) for family in FAMILIES},
-    **dict.fromkeys(SHARED, (*SPEC, *SHARED)),
+    **{f"{TRITON}.{family}": (*SPEC, *SHARED, *HOST) for family in FAMILIES},
+    **dict.fromkeys(SHARED, (*SPEC, *SHARED, *HOST)),
     f"{TRITON}.c_launcher": ("pasa.ops.devices",),
-    TRITON: SPEC,
+    TRITON: (*SPEC, *HOST),
     "pasa.ops.attention.ascend": SPEC,
     "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.devices", "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),

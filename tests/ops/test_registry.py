@@ -224,6 +224,7 @@ def test_restrictions_cover_the_record():
         "priority",
         "functions",
         "slower",  # tests/ops/test_devices.py
+        "repeatable",
     }
 
 

@@ -17,7 +17,7 @@ from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
-from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing
 from pasa.ops.attention.triton.launcher import DIRECT, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention
@@ -26,7 +26,9 @@ from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.short.launch import is_short, short_attention
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
+from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
+from pasa.ops.plans import repeat_whole, unrecorded
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
@@ -98,7 +100,23 @@ def hopper_serves(call: KernelCall) -> bool:
 def _hopper() -> Family:
     from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
 
-    return lambda call: (*hopper_attention(call), None)
+    return with_own_plans(hopper_attention)
+
+
+def with_own_plans(attend_by: Callable[[KernelCall], tuple[Tensor, Tensor]]) -> Family:
+    """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole."""
+
+    def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
+        scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
+
+        def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return attend_by(KernelCall(q, k, v, scale, options, is_causal, dropped=dropped))
+
+        repeat_whole(again, call.q, call.k, call.v)
+        with unrecorded():
+            return *attend_by(call), None
+
+    return family
 
 
 @cache

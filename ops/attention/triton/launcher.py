@@ -7,9 +7,10 @@ cached by the same properties of the arguments, and passed to Triton's launcher 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +20,13 @@ from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.c_launcher import Grid, Ready
+from pasa.ops.plans import Operand, Recorder, Step, recorder, unrecorded
 
 DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
 # Triton 3.10 no longer joins a product and a sum by itself. The kernels' speed and bits rely on it, where they do not
 # ask for it.
 FUSED: dict[str, Any] = {"enable_fp_fusion": True} if c_launcher.ON_CUDA else {}
+Launch: TypeAlias = Callable[[Sequence[Any]], None]
 
 
 def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:
@@ -77,21 +80,71 @@ def launch(
     options
         Options of the compiler, such as num_warps.
     """
-    ready = None
-    if DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction:
-        device = tensors[0].device.index
-        kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
-        key = (kernel, device, kinds, *constants.items(), *options.items())
-        ready = _ready.get(key)
-        if ready is None:
-            ready = _prepare(kernel, (*tensors, *numbers), constants, options, grid)
-            if ready is not None:
-                _ready[key] = ready
+    ready = _compiled(kernel, grid, tensors, numbers, constants, options)
     if ready is None:
-        _launch_by_triton(kernel, (*tensors, *numbers), constants, options, grid)
-        return
-    stream = driver.active.get_current_stream(device)
-    ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
+        step = _launch_by_triton(kernel, grid, numbers, constants, options)
+    else:
+        step = _launch_directly(ready, grid, tensors[0].device, (*numbers, *(None,) * len(constants)))
+    if (record := recorder()) is not None:
+        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, ready is not None))
+    with unrecorded() if record else nullcontext():  # the interpreter copies tensors
+        step(tensors)
+
+
+def _compiled(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Ready | None:  # fmt: skip
+    """Return the kernel compiled for arguments like these, or None if Triton must launch it."""
+    if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
+        return None
+    kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
+    key = (kernel, tensors[0].device.index, kinds, *constants.items(), *options.items())
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _prepare(kernel, (*tensors, *numbers), constants, options, grid)
+        if ready is not None:
+            _ready[key] = ready
+    return ready
+
+
+def _launch_by_triton(
+    kernel: Any, grid: Grid, numbers: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+) -> Launch:
+    """Return a function that launches a kernel on tensors through Triton's Python layers."""
+
+    def launch_on(tensors: Sequence[Any]) -> None:
+        try:
+            kernel[grid](*tensors, *numbers, **constants, **FUSED, **options)
+        except OutOfResources:
+            if (fewer := _fewer_stages(options)) is None:
+                raise
+            _launch_by_triton(kernel, grid, numbers, constants, fewer)(tensors)
+
+    return launch_on
+
+
+def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
+    """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
+    return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream of a GPU."""
+    stream: int = driver.active.get_current_stream(device.index)
+    return stream
+
+
+def _operand(record: Recorder, x: Any) -> Operand | None:
+    """Return where the memory of a kernel's argument lies."""
+    if isinstance(x, Pointer):
+        found = record.operand(x.owner)
+        return found and found._replace(offset=x.address - x.owner.data_ptr(), dtype=x.dtype, size=(), stride=())
+    if isinstance(x, Tensor):
+        return record.operand(x)
+    found = record.operand(x.base)
+    kept = list(x.shape), list(x.strides), list(x.block_shape)
+    return found and found._replace(wrap=lambda base: type(x)(base, *kept))
 
 
 # Has no limit, as Triton's own cache of compiled kernels has none.
@@ -113,17 +166,6 @@ def _prepare(
         if (fewer := _fewer_stages(options)) is None:
             raise
         return _prepare(kernel, arguments, constants, fewer, grid)
-
-
-def _launch_by_triton(
-    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any], grid: Grid
-) -> None:
-    try:
-        kernel[grid](*arguments, **constants, **FUSED, **options)
-    except OutOfResources:
-        if (fewer := _fewer_stages(options)) is None:
-            raise
-        _launch_by_triton(kernel, arguments, constants, fewer, grid)
 
 
 def _fewer_stages(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -127,7 +127,7 @@ def test_stages_that_do_not_fit_are_left_out(monkeypatch):
     assert kernel.tried == [3, 2, 1]
     assert ready.function == 16
     by_triton = StagedLaunch()
-    triton_launch._launch_by_triton(by_triton, (), {}, {"num_stages": 3}, (1, 1, 1))
+    triton_launch._launch_by_triton(by_triton, (1, 1, 1), (), {}, {"num_stages": 3})(())
     assert by_triton.tried == [3, 2, 1]
     too_big = SimpleNamespace(warmup=lambda **options: Compiled(OutOfResources(120, 99, "shared memory")))
     with pytest.raises(OutOfResources):
