@@ -72,7 +72,8 @@ def triton_slower() -> str | None:
     if version in NO_PAGE_ANCHORS:
         return (
             f"anchors of pages are not read, as the compiler of Triton {version} fails on the kernel that does, so "
-            f"decoding from pages takes longer where keys share a bias (pip install '{_known_triton()},!={version}.*')"
+            "decoding from pages takes longer where the bias of keys changes along a sequence "
+            f"(pip install '{_known_triton()},!={version}.*')"
         )
     if version in TRITON_VERSIONS:
         return None

@@ -160,6 +160,27 @@ def test_a_new_backend_is_considered(monkeypatch):
         attend(q, k, v)
 
 
+def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
+    """Where two backends serve by shape, each shape stays with its own, and only one that can be repeated has plans."""
+    inputs = {keys: [normal_qkv((4, 2), (1, keys), 64, seed=seed) for seed in range(2)] for keys in (300, 500)}
+    served_by = {300: "triton", 500: "sdpa"}
+    expected = {
+        keys: [pasa.attention(*(y.to(DEVICE) for y in x), backend=served_by[keys]) for x in inputs[keys]]
+        for keys in inputs
+    }
+    plans._plans.clear()
+    by_shape = registry.ByShape(registry.BACKENDS["triton"], [registry.BACKENDS["sdpa"]])
+    choose = registry.choose
+    monkeypatch.setattr(registry, "choose", lambda *how: (by_shape, *choose(*how)[1:]))
+    monkeypatch.setattr(registry, "_capability", lambda _: "9.0")
+    monkeypatch.setattr(registry.measured, "faster", lambda _, shape: served_by[shape.keys])
+    for seed in range(2):
+        for keys in inputs:
+            out, _ = attend(*inputs[keys][seed])
+            assert torch.equal(out, expected[keys][seed])
+    assert [plan is None for plan in kept()] == [False, True]
+
+
 def test_autograd_and_modes_see_calls_that_have_plans():
     q, k, v = normal_qkv((4, 2), (1, 300), 64)
     expected, _ = attend(q, k, v)
