@@ -36,7 +36,7 @@ for version in $versions; do
   done
   interpreted=tests/ops/attention/triton/test_backend.py
   [[ $version == 3.[78] ]] && interpreted=
-  "$VENV/bin/python" -m pytest -q -n "$cores" -p no:cacheprovider tests/ops/attention/triton/test_c_launcher.py \
+  "$VENV/bin/python" -m pytest -q -n "$cores" -o cache_dir="$folder/pytest" tests/ops/attention/triton/test_c_launcher.py \
     tests/ops/attention/triton/test_launcher.py tests/ops/attention/triton/test_hopper_launch.py \
     tests/ops/test_devices.py $interpreted "$@" || failed=1
   unset PYTHONPATH TRITON_CACHE_DIR
