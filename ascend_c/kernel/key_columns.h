@@ -170,12 +170,12 @@ public:
         float largest = 0.0f;
         for (uint32_t first = 0; first < total; first += kTrial) {
             uint32_t count = Least(kTrial, total - first);
-            AscendC::Muls(trial, differences[first], static_cast<half>(unit), count);
+            AscendC::Muls(trial, differences[first], ToHalf(unit), count);
             AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Muls(trial, trial, static_cast<half>(1.0f / once), count);
+            AscendC::Muls(trial, trial, ToHalf(1.0f / once), count);
             AscendC::PipeBarrier<PIPE_V>();
             if (once > unit) {
-                AscendC::Muls(trial, trial, static_cast<half>(once / unit), count);
+                AscendC::Muls(trial, trial, ToHalf(once / unit), count);
                 AscendC::PipeBarrier<PIPE_V>();
             }
             AscendC::Sub(trial, trial, differences[first], count);
