@@ -22,6 +22,9 @@ struct Options {
     Shape shape = Shape::mix_1_2;
     Overflow overflow = Overflow::inf_nan;  // what CTRL[48] holds when the kernel starts (torch_npu sets inf_nan)
     bool jitter = false;                    // Exp and Ln off by -1, 0 or +1 ulp, by seed and input
+    // Exp and Ln take subnormal numbers for 0, and give 0 in place of them. That is documented for Ascend 950 (pages
+    // "Exp" and "Ln"). The guide from 2201 to 3510 calls it a change, so an A2 should keep them. Kernels must not care.
+    bool flush_subnormals = false;
     bool strict_vector = true;              // V after V needs PipeBarrier<PIPE_V>, although the compiler can insert it
     bool asc_reserved_ubuf = true;  // false: --cce-disable-asc-reserved-ubuf, 8 KiB more UB and no Select
     uint32_t switch_one_in = 8;     // another core may run at any call, with this chance

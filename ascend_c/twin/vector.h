@@ -104,6 +104,7 @@ template <typename T>
 Function<T> with_options(Function<T> f)
 {
     f.jitter = core().options.jitter;
+    f.flush = core().options.flush_subnormals;
     f.seed = core().options.seed;
     return f;
 }

@@ -82,6 +82,18 @@ RULES = {
     ),
     "a frame comes back after 128 blocks": ("math.Scale(gone, left_[(count - 1) * kFloats], 1.0f);", ""),
     "anchors are not less their frame": ("AscendC::Sub(wide_, wide_, back_, width, count, with_tile);", ""),
+    "distances of anchors have the wrong sign": (
+        "AscendC::Sub(wide_, wide_, back_, width, count, with_tile);",
+        "AscendC::Sub(wide_, back_, wide_, width, count, with_tile);",
+    ),
+    "what an anchor subtracts is left out of the reference": (
+        "all.Scale(Number(kNext), in[kHalfRows], unit);",
+        "all.Set(Number(kNext), 0.0f);",
+    ),
+    "small products that add up are not ordered from nine fractals on": (
+        "if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals)",
+        "if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals - 1)",
+    ),
     "a maximum is not carried into the next frame": (
         "all.Add(carried, carried, larger);",
         "all.Scale(carried, larger, 1.0f);",
@@ -177,7 +189,7 @@ def chosen(right: str, wrong: str, number: int) -> str:
     """Return code that runs `wrong` in the mutant, and `right` otherwise; a condition keeps its block."""
     if right.startswith("if ("):
         condition, rest = right[4:].split(")", 1) if "{" in right else (right[4:-1], "")
-        replaced = wrong[4:].split(")", 1)[0]
+        replaced = wrong[4:].rpartition(")")[0]
         return f"if (pasa_mutant == {number} ? {replaced} : ({condition})){rest}"
     return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
 

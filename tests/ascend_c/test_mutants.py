@@ -136,6 +136,7 @@ CALLS = [
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),
+    random_call(1, 1, 1, 50, 55, 64),  # nine fractals of scores: the largest product that a barrier must order
     below_the_guess(),
     saturating(),
     opposite_blocks(1),
