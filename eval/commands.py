@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pasa
-from pasa.eval import doctor
+from pasa.eval import build_ascend, doctor
 from pasa.eval.accuracy import beta
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
@@ -57,6 +57,7 @@ for _group, _modules in (
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)
+app.command("build-ascend", context_settings=build_ascend.SETTINGS)(build_ascend.build_ascend)
 add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
 add_command(app, to_fp16.EXPERIMENT)
