@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from typing import Any
@@ -21,6 +20,7 @@ from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.sdpa.fused import score_format
 from pasa.ops.backends import SDPA
+from pasa.ops.devices import npu_missing
 from pasa.ops.versions import package_version
 
 OPTIONAL = (
@@ -57,11 +57,9 @@ def devices() -> dict[str, str | None]:
     names: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
     if torch.cuda.is_available():
         names["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if importlib.util.find_spec("torch_npu") is not None:
-        import torch_npu
-
-        if torch_npu.npu.is_available():
-            names["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    if npu_missing() is None and npu is not None:
+        names["npu"] = ", ".join(npu.get_device_name(i) for i in range(npu.device_count()))
     return names
 
 
