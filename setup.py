@@ -78,7 +78,7 @@ setup(
     package_data={
         "pasa": ["py.typed"],
         "pasa.ops": ["**/README.md"],
-        "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json"],
+        "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json", "npu/results/*.json"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
     },

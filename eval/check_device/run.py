@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -56,11 +56,13 @@ def serves(backend: Backend, device: str, dim: int = 64, mask: str = "none") -> 
     return not backend.refusals(Request(torch.device(device).type, torch.float16, dim, mask))
 
 
-def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[str, Any]:
-    """Run all hostile inputs that a backend takes; return counts, and the largest error with its case."""
+def check(
+    backend: Backend, device: str, stage: Callable[[str], None], cases: Sequence[hostile.Case] | None = None
+) -> dict[str, Any]:
+    """Run the hostile inputs that a backend takes; return counts, and the largest error with its case."""
     record: dict[str, Any] = {"passed": False, "calls": 0, **dict.fromkeys(("faults", "outside", "error"), 0.0)}
     record |= {"worst": "", "failure": ""}
-    for case in hostile.cases():
+    for case in hostile.cases() if cases is None else cases:
         stage(f"{backend.name} on {device}: {case[0]}")
         if not serves(backend, device, case[2][-1], hostile.MASKS[case[1]].requested):
             continue

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment, package_version, processor
+from pasa.eval.kit.output import environment, processor
 from pasa.ops.devices import device_types
+from pasa.ops.versions import package_version
 
 VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}

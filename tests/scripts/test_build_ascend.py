@@ -34,6 +34,19 @@ def test_cann_that_is_not_there(tmp_path):
     assert refusal(tmp_path, ASCEND_HOME_PATH="/no/such/cann").endswith("/no/such/cann is not a folder")
 
 
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.0", "9.0.1", "8.0.RC3.alpha002"])
+def test_cann_that_is_too_old(tmp_path, version):
+    """CANN 9.0 lacks two calls of the kernels: a compiler would say so ten times and name no version."""
+    info = tmp_path / "cann/x86_64-linux/ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+    said = refusal(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "cann"))
+    assert said == (
+        f"build_ascend.sh: CANN {version} has no ReduceRepeat and no SetSaturationFlag, which the kernels call; "
+        "install CANN 9.1 or newer"
+    )
+
+
 def test_python_that_is_not_there(tmp_path):
     assert refusal(tmp_path, PYTHON="no-such-python").endswith("PYTHON=no-such-python is not a program")
 

@@ -1,4 +1,4 @@
-"""Call the Ascend C kernels (ascend_c/), which the library of `scripts/build_ascend.sh` holds.
+"""Call the Ascend C kernels (ascend_c/), which the library of `pasa build-ascend` holds.
 
 The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
 blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops import envs
+from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
@@ -23,6 +24,8 @@ from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
+# The library links these packages, whose C++ interfaces change with every version.
+LINKED = ("torch", "torch_npu")
 
 
 def attend(call: Call) -> Results:
@@ -103,7 +106,10 @@ def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
     path = envs.ascend_library()
     if not path.is_file():
-        return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
+        return f"there is no {path}: run `pasa build-ascend` where CANN is installed"
+    for name, (built, here) in build_record.differences(path).items():
+        if name in LINKED:
+            return f"{path} was built for {name} {built}, and {here} is installed: run `pasa build-ascend` again"
     try:
         torch.ops.load_library(path)
     except OSError as error:

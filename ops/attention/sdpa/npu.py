@@ -80,7 +80,7 @@ def _launch(
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     out, lse = torch_npu.npu_fused_infer_attention_score(
         q, k, v, num_heads=heads, num_key_value_heads=kv_heads, input_layout="BNSD", scale=scale,
-        atten_mask=_causal_mask(q.device) if causal else None if hidden is None else hidden.contiguous(),
+        atten_mask=causal_mask(q.device) if causal else None if hidden is None else hidden.contiguous(),
         sparse_mode=TOP_LEFT_CAUSAL if causal else ALL_KEYS,
         inner_precise=HIGH_PRECISION if hidden is None else HIGH_PRECISION_MASKED_ROWS, softmax_lse_flag=True,
     )  # fmt: skip
@@ -88,6 +88,6 @@ def _launch(
 
 
 @cache
-def _causal_mask(device: torch.device) -> Tensor:
+def causal_mask(device: torch.device) -> Tensor:
     """Return the mask that `TOP_LEFT_CAUSAL` requires."""
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)

@@ -1,0 +1,20 @@
+"""The command that builds the Ascend C kernels for the Python that runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import typer
+
+from pasa.ops import envs
+
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def build_ascend(context: typer.Context) -> None:
+    """Build the Ascend C kernels for this Python; needs CANN and torch_npu. Arguments go to cmake."""
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(envs.ascend_build_script()), *context.args]
+    raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)
