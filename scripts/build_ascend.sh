@@ -2,6 +2,7 @@
 # Builds the Ascend C kernels where CANN and torch_npu are installed, and puts the library where pasa looks for it.
 # PYTHON names the interpreter that has pasa, torch and torch_npu; PASA_ASCEND_LIBRARY another place for the library;
 # BUILD another folder to build in. Arguments go to cmake, such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
+# SOC_VERSION, where it is set, must name a chip that the kernels are written for.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
@@ -12,6 +13,9 @@ stop() {
   exit 1
 }
 
+soc="${SOC_VERSION:-ascend910b}"
+[[ "${soc,,}" == ascend910b* ]] ||
+  stop "no kernel was written for SOC_VERSION=$soc, only for Ascend910B1 to B4; 'pasa doctor' says what serves it"
 [[ -n "${ASCEND_HOME_PATH:-}" ]] ||
   stop "ASCEND_HOME_PATH is not set; source CANN's set_env.sh first, such as: source /usr/local/Ascend/cann/set_env.sh"
 [[ -d "$ASCEND_HOME_PATH" ]] || stop "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is not a folder"
