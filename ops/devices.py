@@ -9,6 +9,7 @@ import torch
 from pasa.ops import envs
 
 TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
+ASCEND_310P = "Ascend310P"  # begins the names of the chips of the Atlas 300I Duo and its kin: docs/ascend/310p.md
 
 
 def device_types() -> tuple[str, ...]:
@@ -20,6 +21,9 @@ def device_types() -> tuple[str, ...]:
 
 def triton_missing() -> str | None:
     """Return why Triton kernels cannot run on this machine; None when they can."""
+    chip = npu_chip()
+    if chip.startswith(ASCEND_310P) and not envs.read("TRITON_INTERPRET"):
+        return f"Triton has no path to an {chip}"
     if importlib.util.find_spec("triton") is None:
         on_npu = npu_missing() is None
         return "triton-ascend is not installed" if on_npu else "triton is not installed (pip install '.[triton]')"
@@ -43,3 +47,9 @@ def npu_missing() -> str | None:
         return "torch_npu is not installed (pip install '.[npu]')"
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     return None if npu is not None and npu.is_available() else "torch finds no NPU"
+
+
+def npu_chip() -> str:
+    """Return the name of this machine's NPU, such as Ascend910B3 or Ascend310P3; empty if there is none."""
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    return str(npu.get_device_name()) if npu is not None and npu.is_available() else ""

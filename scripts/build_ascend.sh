@@ -3,6 +3,7 @@
 # `pasa build-ascend` calls it for the Python that runs pasa. PYTHON names the interpreter that has pasa, torch and
 # torch_npu; PASA_ASCEND_LIBRARY another place for the library; BUILD another folder to build in. Arguments go to cmake,
 # such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
+# SOC_VERSION, where it is set, must name a chip that the kernels are written for.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
@@ -14,6 +15,9 @@ stop() {
   exit 1
 }
 
+soc="${SOC_VERSION:-ascend910b}"
+[[ "${soc,,}" == ascend910b* ]] ||
+  stop "no kernel was written for SOC_VERSION=$soc, only for Ascend910B1 to B4; 'pasa doctor' says what serves it"
 [[ -n "${ASCEND_HOME_PATH:-}" ]] ||
   stop "ASCEND_HOME_PATH is not set; source CANN's set_env.sh first, such as: source /usr/local/Ascend/cann/set_env.sh"
 [[ -d "$ASCEND_HOME_PATH" ]] || stop "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is not a folder"

@@ -18,7 +18,7 @@ from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table, number
 from pasa.eval.kit.timing import Call, added_cost
 from pasa.ops import registry
-from pasa.ops.attention.sdpa.fused import UNKNOWN, score_format
+from pasa.ops.attention.sdpa.fused import score_format
 from pasa.ops.backends import Backend, Request
 
 TIMED = ((1, 8, 512, 64), (1, 8, 2048, 64))  # shapes of q, k and v
@@ -41,7 +41,7 @@ def run_check_device(
     for at in places:
         listed, server = score_format(torch.device(at).type), registry.server(torch.device(at).type)
         about = {"device": at, "name": device_name(at), "server": server and server.name}
-        known = {"listed": None if listed is UNKNOWN else listed.kind, "source": listed.source}
+        known = {"listed": None if listed.kind == "c" else listed.kind, "source": listed.source}  # (c): not known
         devices.append(about | known | measure_format(at))
         for backend in names[at]:
             checked = check(backend, at, stage)

@@ -20,6 +20,7 @@ from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
+from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
@@ -104,6 +105,9 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 @cache
 def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
+    chip = npu_chip()
+    if chip.startswith(ASCEND_310P):  # to build the library would not help
+        return f"no kernel was written for this chip, '{chip}': only for Ascend910B1 to B4"
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: run `pasa build-ascend` where CANN is installed"

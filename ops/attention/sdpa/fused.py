@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pasa.ops.attention.call import capturing
 from pasa.ops.attention.sdpa import npu
+from pasa.ops.devices import ASCEND_310P, npu_chip
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
@@ -45,12 +46,20 @@ FORMATS: dict[str, ScoreFormat] = {
     "npu": ScoreFormat("b", "torch_npu's attention may keep q.k in FP16 (its documentation does not say; not run)"),
 }
 """Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
+ON_310P = ScoreFormat(
+    "c",
+    "the vendor's attention is not listed for this chip; q, k and v are handed over in FP32, but products round them "
+    "to FP16, and no documentation says that sums stay FP32 (not run)",
+)
+"""Replaces the entry of NPUs on an Ascend 310P, whose cube multiplies FP16 alone (docs/ascend/310p.md)."""
 
 
 def score_format(device: str) -> ScoreFormat:
     """Return how the fused attention of a device type keeps its scores."""
     if device == "cuda" and torch.version.hip is not None:
         return UNKNOWN  # ROCm calls its devices cuda, but its kernels are others
+    if device == "npu" and npu_chip().startswith(ASCEND_310P):
+        return ON_310P
     return FORMATS.get(device, UNKNOWN)
 
 

@@ -1,15 +1,12 @@
 """The fused attention of an NPU, from its documentation: torch_npu is faked, and tensors are the CPU's."""
 
-import importlib.machinery
-import sys
-import types
-
 import pytest
 import torch
 
 import pasa
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.sdpa import backend, fused, npu
+from tests import fake_npu
 from tests.inputs import ODD_LENGTHS, max_error, normal_qkv
 
 HALF_ULP = 2.0**-11  # of an output near 1
@@ -47,11 +44,10 @@ class FusedAttention:
 @pytest.fixture
 def torch_npu(monkeypatch):
     """Fake torch_npu, and let tensors of the CPU count as the NPU's."""
-    module = types.ModuleType("torch_npu")
-    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    module = fake_npu.install(monkeypatch)
     module.npu_fused_infer_attention_score = FusedAttention()
-    monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.setattr(fused, "score_format", lambda device: fused.FORMATS["npu"])
+    format_of = fused.score_format
+    monkeypatch.setattr(fused, "score_format", lambda device: format_of("npu"))
     return module
 
 
@@ -94,6 +90,19 @@ def test_an_npu_whose_scaled_scores_are_infinite_is_served_in_fp32(torch_npu, is
     golden, _ = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.125)
     assert max_error(out, golden) <= 0.05  # FP32 holds scores of 80,000 with 2^-8
     assert torch_npu.npu_fused_infer_attention_score.calls
+
+
+@pytest.mark.parametrize("name", ["Ascend310P1", "Ascend310P3"])
+def test_a_310p_is_served_in_fp32(torch_npu, monkeypatch, name):
+    """The vendor does not list the function for this chip, so it is not called, whatever the scores are."""
+    monkeypatch.setattr(torch_npu.npu, "get_device_name", lambda: name)
+    assert fused.score_format("npu") == fused.ON_310P
+    q, k, v = normal_qkv((4, 2), (30, 40), 64)
+    q, k = ((8 * (x + 34)).round() / 8 for x in (q, k))  # q.k reaches 74,000, in steps of 2^-6: FP32 holds it exactly
+    out, *_ = backend.attend(Call(q, k, v, 0.125, is_causal=True))
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=True, scale=0.125)
+    assert max_error(out, golden) <= 2 * HALF_ULP + 2.0**-20  # of an output below 4; softmax in FP32
+    assert not torch_npu.npu_fused_infer_attention_score.calls
 
 
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 300.0, 65504.0])
