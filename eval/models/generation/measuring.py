@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.kit.memory import added_peak
 from pasa.eval.kit.output import error_line
 from pasa.eval.kit.timing import Rounds, ratio, summary
 from pasa.eval.models.generation.profiling import kernels
@@ -75,9 +75,9 @@ def _warm(case: Case, original: Any, name: str, prompts: Prompts, new_tokens: in
     free(original.device)
     try:
         run = Run.of(original, name, case.way)
-        reset_peak(original.device)
-        run.first(prompts, new_tokens, Marks(original.device))
-        record["peak_bytes"] = peak_bytes(original.device)
+        with added_peak(original.device) as peak:
+            run.first(prompts, new_tokens, Marks(original.device))
+        record["added_bytes"] = peak.bytes
         entries = kernels(run, prompts, new_tokens)
         record["kernel_ms"] = 1e-3 * sum(each.us for each in entries) if original.device.type == "cuda" else None
         runs[name] = run

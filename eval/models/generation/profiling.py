@@ -1,4 +1,4 @@
-"""Where the time of one decoding step goes: kernels of the device by name, time of the host by function."""
+"""Profiles of one decoding step: kernels of the device by name, time of the host by function."""
 
 from __future__ import annotations
 

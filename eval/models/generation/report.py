@@ -24,6 +24,11 @@ def report(result: Result) -> list[Table | str]:
     return [verdict(result), time_table(result), accuracy_table(result), *absences(result), origin(result)]
 
 
+def summary(result: Result) -> str:
+    """Return the verdict, the table of times and where they come from, for a page."""
+    return "\n\n".join([verdict(result), time_table(result).captioned(), origin(result)])
+
+
 def verdict(result: Result) -> str:
     """Return the range of the ratios, and which checks fail."""
     texts = []
@@ -61,7 +66,7 @@ def time_table(result: Result) -> Table:
         "p20 to p80": lambda each: _between(each, "token"),
         "x SDPA, token": ("token_ratio", ".3f"),
         "kernels ms": ("kernel_ms", ".2f"),
-        "peak GiB": lambda each: number(each.get("peak_bytes") and each["peak_bytes"] / GIB, ".1f"),
+        "GiB": lambda each: number(each.get("added_bytes") and each["added_bytes"] / GIB, ".2f"),
     }
     bias = f" {settings['bias']} is added to q and k in one channel." if settings["bias"] else ""
     note = (
@@ -70,7 +75,7 @@ def time_table(result: Result) -> Table:
         f"order.{spreads(result)}{bias} {COMPILED}: with a static cache, which transformers compiles for decoding. "
         "Times are those of the device's clock, and include its waiting for the host; kernels: what the kernels of a "
         "step take together. Enqueued: after so long the host has read the prompt. x SDPA: median of the turns' ratios "
-        "to the unpatched model; below 1 patched is faster."
+        "to the unpatched model; below 1 patched is faster. GiB: the most that a call allocates beside the weights."
     )
     return Table.of("Generation", _rows(result), columns, note)
 

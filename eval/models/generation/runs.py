@@ -24,7 +24,7 @@ MOST_VERSIONS = 64  # of a compiled function
 
 @dataclass(frozen=True)
 class Attention:
-    """How a model attends: transformers' name, what surrounds a call, and whether the model is patched."""
+    """An attention of a model: transformers' name, what surrounds a call, and whether the model is patched."""
 
     implementation: str
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext

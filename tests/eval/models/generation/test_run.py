@@ -29,7 +29,7 @@ def model() -> Any:
 
 @pytest.fixture
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small a model takes longer on a CPU when it is patched."""
+    """Lift the limits of time: so small a model takes longer on a CPU when it is patched."""
     monkeypatch.setattr(run, "MOST_TOKEN", dict.fromkeys((PLAIN, COMPILED), 1e9))
     monkeypatch.setattr(run, "MOST_PROMPT", 1e9)
 
@@ -62,8 +62,7 @@ def test_every_way_is_judged_and_timed(unlimited: None, tmp_path: Path) -> None:
             timed = record["runs"][name]
             assert timed["token_p20_ms"] <= timed["token_median_ms"] <= timed["token_p80_ms"]
             assert timed["prompt_median_ms"] > 0
-            assert timed["peak_bytes"] > 0
-            assert timed["kernel_ms"] is None, "there is no GPU"
+            assert timed["added_bytes"] is timed["kernel_ms"] is None, "there is no GPU"
         assert record["runs"]["sdpa"]["token_ratio"] == record["runs"]["sdpa"]["prompt_ratio"] == 1
     judged = [each for each in result["accuracy"] if each["attention"] == PASA]
     assert [(each["way"], each["padded"]) for each in judged] == [
