@@ -134,7 +134,12 @@ class Run:
         return made
 
     def first(self, prompts: Prompts, tokens: int, marks: Marks, **options: Any) -> Any:
-        """Generate for the first time; raise RuntimeError if the model should have been compiled and was not."""
+        """Generate for the first time; raise RuntimeError if the model should have been compiled and was not.
+
+        Code that torch has compiled for one backend of SDPA runs for the others as well, since no guard asks for it.
+        """
+        if self.way == COMPILED and self.attention.scope is not nullcontext:
+            raise NotImplementedError("compiled code keeps the backend of SDPA for which it was compiled first")
         before = compiled_graphs()
         made = self.generate(prompts, tokens, marks, **options)
         if self.way == COMPILED and compiled_graphs() == before:

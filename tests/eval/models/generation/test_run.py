@@ -159,6 +159,14 @@ def test_a_static_cache_that_compiles_nothing_does_not_run(model: Any, monkeypat
     }
 
 
+def test_a_backend_of_sdpa_is_not_held_in_compiled_code(model: Any) -> None:
+    """Story: held to flash, a compiled model ran code that had been compiled for the backend of torch's choice."""
+    record = measuring.measure(measuring.Case(24, 1, False, COMPILED), model, [SDPA, "sdpa-flash"], 2, 4)["runs"]
+    assert record[SDPA]["status"] == "ok"
+    assert record["sdpa-flash"]["status"] == "not run"
+    assert "compiled code keeps the backend" in record["sdpa-flash"]["why"]
+
+
 def recorded(case: str = "c", way: str = PLAIN, compiled: int = 0, **own: Any) -> dict[str, Any]:
     base = {"status": "ok", "why": "", "token_ratio": 1.0, "prompt_ratio": 1.0}
     runs = {PASA: base | own, SDPA: base}
