@@ -28,6 +28,7 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import RESULTS, ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
+from pasa.eval.models.generation import report as generation
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
@@ -192,6 +193,12 @@ def random_calls(name: str) -> str:
     return f"{calls.verdict(result)} {origin(result)}"
 
 
+def generate_model() -> str:
+    """Return what a whole model takes to generate, on each device where a run is stored."""
+    runs = [stored(name) for name in RESULTS if name.startswith("model on ")]
+    return "\n\n".join(map(generation.summary, runs)) or "Not measured yet: no run is stored."
+
+
 def npu_model() -> str:
     """Return precision allocations on an NPU, modelled; the page says what the names stand for."""
     result = stored("npu_model")
@@ -236,6 +243,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench": block("longbench", longbench.precision_table, longbench.verdict),
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
+    "generation": generate_model,
     "perplexity": block("perplexity", perplexity.table),
     "whole_gemma": block("whole_gemma", whole_model.tables, whole_model.verdict),
     "whole_amplified": block("whole_amplified", whole_model.tables, whole_model.verdict),

@@ -19,8 +19,8 @@ from pasa.eval.check_device import run as check_device
 from pasa.eval.check_device.npu import run as check_npu
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
+from pasa.eval.models.generation import run as generation
 from pasa.eval.models.longbench import run as longbench
-from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
@@ -52,7 +52,7 @@ evaluate = typer.Typer(name="eval", help="Models, random calls and studies of ro
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
 for _group, _modules in (
     (app, (doctor, rescue)),
-    (bench, (beta, rmse, gradients, cost, counters, ring, watching, throughput)),
+    (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
     (bench, (step, whole_model_speed, npu, overhead)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):

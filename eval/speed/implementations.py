@@ -64,6 +64,7 @@ def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
 def _flash_attn(module: str, inputs: Inputs) -> dict[str, Call]:
     """Call one of the flash-attn packages: (B, S, H, D), grouped queries by shape."""
     function = importlib.import_module(module).flash_attn_func
+    _refuse_mask(inputs)
     q, k, v = (x.transpose(1, 2).contiguous() for x in inputs.tensors)
 
     def run() -> Tensor:
@@ -74,8 +75,15 @@ def _flash_attn(module: str, inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(run)}
 
 
+def _refuse_mask(inputs: Inputs) -> None:
+    """Refuse a mask, for packages that have no argument for one."""
+    if inputs.mask is not None:
+        raise NotImplementedError("takes no mask")
+
+
 def _sage(inputs: Inputs) -> dict[str, Call]:
     function = importlib.import_module("sageattention").sageattn
+    _refuse_mask(inputs)
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
@@ -144,6 +152,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "flash-attn-3", "package flash_attn_interface (Hopper)", partial(_flash_attn, "flash_attn_interface")
     ),
+    Implementation("flash-attn-4", "package flash-attn-4 (flash_attn.cute)", partial(_flash_attn, "flash_attn.cute")),
     Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
     _ours("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
     _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
