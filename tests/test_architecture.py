@@ -95,7 +95,7 @@ FAMILIES = [path.parent.name for path in TRITON_FOLDER.glob("*/__init__.py")]
 SHARED = tuple(
     f"{TRITON}.{path.stem}" for path in TRITON_FOLDER.glob("*.py") if path.stem not in ("__init__", "backend")
 )
-BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs")
+BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs", "pasa.ops.versions")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
 SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
 MAY_IMPORT = {
@@ -103,6 +103,7 @@ MAY_IMPORT = {
     "pasa.ops.packed": (),
     "pasa.ops.notices": (),
     "pasa.ops.envs": (),
+    "pasa.ops.versions": (),
     "pasa.ops.dispatch": (),
     "pasa.ops.devices": BASE,
     "pasa.ops.attention.options": BASE,
