@@ -36,14 +36,6 @@ def mask_kind(attn_mask: Tensor | None) -> str:
     return "bool" if attn_mask.dtype == torch.bool else "float"
 
 
-def tokens_first(q: Tensor) -> bool:
-    """Return whether q (B, Hq, Sq, D) has the memory order of (B, Sq, Hq, D), as models make it.
-
-    The output has the same order, so that a model which transposes it back copies nothing.
-    """
-    return q.dim() == 4 and q.stride(1) < q.stride(2)
-
-
 def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleType, AttentionOptions, str]:
     """Return the module that serves a call, its options, and the backend's name."""
     needs = (call.q.device.type, call.q.dtype, call.q.shape[-1], mask_kind(call.mask), call.features)
@@ -74,7 +66,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
             max_logits = _empty(lse.device, torch.float32).detach()
         if counts is None:
             counts = _empty(lse.device, torch.float64).detach()
-        out = out.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first(call.q) else out.contiguous()
+        out = out.transpose(1, 2).contiguous().transpose(1, 2) if call.tokens_first else out.contiguous()
         return out, lse.contiguous(), max_logits, counts
 
     def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,7 +76,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
         counts = q.new_empty((*heads, 6) if call.diagnose else (0,), dtype=torch.float64)
         max_logits = q.new_empty((call.sequences, q.shape[1]) if call.max_logits else (0,), dtype=torch.float32)
-        out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if tokens_first(q) else q.new_empty(q.shape)
+        out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if call.tokens_first else q.new_empty(q.shape)
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
     text = f"({tensors}, Tensor? sinks=None, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"

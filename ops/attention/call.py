@@ -106,6 +106,14 @@ class Call:
     max_logits: bool = False
 
     @property
+    def tokens_first(self) -> bool:
+        """Return whether q (B, Hq, Sq, D) has the memory order of (B, Sq, Hq, D), as models make it.
+
+        The output has the same order, so that a model which transposes it back copies nothing.
+        """
+        return self.q.dim() == 4 and self.q.stride(1) < self.q.stride(2)
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Return which of `FEATURES` the call has."""
         windowed, sunk, capped = self.window != NO_WINDOW, self.sinks is not None, self.softcap > 0
