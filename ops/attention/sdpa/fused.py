@@ -48,10 +48,11 @@ FORMATS: dict[str, ScoreFormat] = {
 """Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
 ON_310P = ScoreFormat(
     "c",
-    "the vendor's attention is not listed for this chip; q, k and v are handed over in FP32, but products round them "
-    "to FP16, and no documentation says that sums stay FP32 (not run)",
+    "the vendor's attention is not listed for this chip; q, k and v are handed over in FP32, with Q scaled down "
+    "because no documentation says that products stay FP32 (not run)",
 )
-"""Replaces the entry of NPUs on an Ascend 310P, whose cube multiplies FP16 alone (docs/ascend/310p.md)."""
+"""Replaces the entry of NPUs on an Ascend 310P. Its cube multiplies FP16 alone, and a q.k stored in FP16 would be cut
+off at 65504 without a trace (docs/ascend/310p.md)."""
 
 
 def score_format(device: str) -> ScoreFormat:
@@ -68,7 +69,8 @@ def fused_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend by the device's fused attention, or by FP32 where its scores may be FP16."""
     device = q.device.type
-    kind = score_format(device).kind
+    listed = score_format(device)
+    kind = listed.kind
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
     if kind == "a" and device == "cpu":
         return _cpu(q, k, v, bias, causal, scale)
@@ -78,6 +80,8 @@ def fused_attention(
         out, lse = npu.npu_attention(q, k, v, bias, causal, scale)
         if bool(out.isfinite().all()):  # no documentation says that scaled scores are FP32; infinite ones leave NaN
             return out, lse
+    if listed is ON_310P and not capturing(q):
+        q, scale = npu.scaled_down(q, k, scale)
     return _in_fp32(q, k, v, bias, causal, scale)
 
 

@@ -1,4 +1,4 @@
-"""Call an NPU's fused attention, with Q scaled down so that q.k fits into FP16.
+"""Scale Q down so that q.k fits into FP16, and call an NPU's fused attention with it.
 
 Written from the documentation of `torch_npu.npu_fused_infer_attention_score` (op-plugin). It does not say in which
 format q.k is stored. Nothing here has run on an NPU; tests run it on a fake of that function.
@@ -37,13 +37,8 @@ def serves(q: Tensor, bias: Tensor | None) -> bool:
 def npu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `fused_attention` does, in as many launches as the limits on heads require; reads a bound back.
-
-    Q is multiplied by 2^-e and the scale by 2^e. That is exact except for elements of Q that become subnormal, which
-    then err by 2^-25 at most.
-    """
-    exponent = _exponent(q, k)
-    q, scale = q * 2.0**-exponent, scale * 2.0**exponent
+    """Attend as `fused_attention` does, in as many launches as the limits on heads require; reads a bound back."""
+    q, scale = scaled_down(q, k, scale)
     mask = None if mask is None else (~mask).expand(*q.shape[:3], k.shape[2]).unflatten(1, (k.shape[1], -1))
     outputs, lses = [], []
     for at, part in enumerate(q.unflatten(1, (k.shape[1], -1)).split(LARGEST_GROUP, 2)):
@@ -60,6 +55,15 @@ def npu_attention(
         outputs.append(out)
         lses.append(lse)
     return torch.cat(outputs, 2).flatten(1, 2), torch.cat(lses, 2).flatten(1, 2)
+
+
+def scaled_down(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return Q times 2^-e and the scale times 2^e, with e so that q.k fits into FP16; reads a bound back.
+
+    That is exact except for elements of Q that become subnormal, which then err by 2^-25 at most.
+    """
+    exponent = _exponent(q, k)
+    return q * 2.0**-exponent, scale * 2.0**exponent
 
 
 def _exponent(q: Tensor, k: Tensor) -> int:

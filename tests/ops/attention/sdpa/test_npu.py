@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import pasa
 from pasa.ops.attention.call import Call
@@ -103,6 +104,36 @@ def test_a_310p_is_served_in_fp32(torch_npu, monkeypatch, name):
     golden, _ = pasa.golden_attention(q, k, v, is_causal=True, scale=0.125)
     assert max_error(out, golden) <= 2 * HALF_ULP + 2.0**-20  # of an output below 4; softmax in FP32
     assert not torch_npu.npu_fused_infer_attention_score.calls
+
+
+class Saturating(TorchFunctionMode):
+    """The worst matrix product that a 310P may have: operands and result in FP16, cut off at 65504."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut_off = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.matmul:  # what `@` calls
+            return function(*args, **(kwargs or {}))
+        product = torch.matmul(*(x.half().double() for x in args))
+        self.cut_off += int((product.abs() > 65504).sum())
+        return product.clamp(-65504, 65504).half().float()
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0, 100.0])
+def test_no_score_is_cut_off_on_a_310p_whose_products_are_fp16(torch_npu, monkeypatch, size):
+    """A q.k errs by 2^-11 of itself, and the scale makes that 2^-6 nats. So weights err by 3.2 %, and outputs by as
+    much of the distance of two values, 2 max |V|; the roundings of weights and outputs add less than 0.2 %."""
+    monkeypatch.setattr(torch_npu.npu, "get_device_name", lambda: "Ascend310P3")
+    q, k, v = normal_qkv((4, 2), (30, 40), 64)
+    q, k = size * (q + 64), size * (k + 64)
+    scale = 2.0**5 / float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
+    with Saturating() as product:
+        out, _ = fused.fused_attention(q, k, v, None, False, scale)
+    golden, _ = pasa.golden_attention(q, k, v, scale=scale)
+    assert product.cut_off == 0
+    assert max_error(out, golden) <= (0.064 + 0.002) * v.abs().max()
 
 
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 300.0, 65504.0])
