@@ -23,6 +23,7 @@ class CasesFile:
 
     def __init__(self, folder: Path | None, settings: Record, environment: Record) -> None:
         identity = settings | {name: environment[name] for name in SAME_MACHINE if name in environment}
+        self.started = time.monotonic()
         self.file = folder and folder / "cases.json"
         self.identity = output.jsonable(identity)
         self.records: dict[str, Record] = {}
@@ -52,11 +53,12 @@ class CasesFile:
         progress: output.Report,
         check: Callable[[], object] = lambda: None,
     ) -> list[Record]:
-        """Measure the cases that are not there, in order; begin none after so many minutes. Return what is there.
+        """Measure the cases that are not there, in order, and return what is there.
 
-        `check` is called when a case is written. If it raises, the next run goes on behind that case.
+        None begins so many minutes after this object was made. `check` is called when a case is written. If it raises,
+        the next run goes on behind that case.
         """
-        end = None if minutes is None else time.monotonic() + 60 * minutes
+        end = None if minutes is None else self.started + 60 * minutes
         for done, name in enumerate(names):
             if name in self.records:
                 continue

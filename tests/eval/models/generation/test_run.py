@@ -99,6 +99,28 @@ def test_marks_are_those_of_the_steps(model: Any) -> None:
     assert min(marks.ms()) > 0
 
 
+def test_a_gpu_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host marks a step when it is enqueued; the device, when its logits are there."""
+    clock = iter([5.0, 12.0, 14.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    marks = Marks(torch.device("cuda"))
+    for _ in range(3):
+        marks.note()
+    assert marks.ms() == [7.0, 2.0]
+    assert len(marks.host_ms()) == 2
+
+
 def test_prompts_are_padded_at_the_left() -> None:
     prompts = Prompts.draw(8, 100, True, 97, CPU)
     lengths = prompts.mask.sum(1)
