@@ -37,6 +37,7 @@ def run_check_npu(
     checks: their stage, name, verdict and detail.
     """
     place = Path.cwd() if folder is None else folder
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         logs = Path(scratch, "logs")
         logs.mkdir()
