@@ -73,6 +73,7 @@ def test_every_way_is_judged_and_timed(unlimited: None, tmp_path: Path) -> None:
     assert "| 24 x 8 padded, compiled | pasa |" in page
     assert "sdpa-cudnn: not run on 24 x 1, plain; " in page
     assert "4 cases are done. All checks hold." in page
+    assert "| 24 x 8 padded, compiled | pasa |" in report.summary(result)
 
 
 def test_patched_attention_is_what_is_timed(model: Any) -> None:
