@@ -1,4 +1,4 @@
-"""What a forward pass adds to the counts: watched values beyond a limit, and outputs that are not finite."""
+"""Counts of a forward pass: watched values beyond a limit, and outputs that are not finite."""
 
 import math
 
