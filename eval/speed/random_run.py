@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, named_here
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.timing import Clock, CudaClock, interleave, quantile, ratio, summary
@@ -23,7 +23,7 @@ from pasa.eval.speed.gate import Gate
 from pasa.eval.speed.implementations import DEFAULT, IMPLEMENTATIONS, MATH, Implementation
 from pasa.eval.speed.random_cases import draw_case
 from pasa.eval.speed.random_report import report, slow_table
-from pasa.eval.speed.run import NOT_RUN, NOTE, OK, Entrant, enter, in_graph
+from pasa.eval.speed.run import NOT_RUN, OK, Entrant, enter, in_graph
 
 Record = dict[str, Any]
 PEERS = tuple(each for each in IMPLEMENTATIONS if each.name in ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient"))
@@ -63,8 +63,12 @@ def run_random(
     records = [store.records[index] for index in sorted(store.records) if index < cases]
     settings = {"cases": cases, "seed": seed, "part": part, "rounds": rounds}
     return {
-        "note": NOTE, "environment": environment, "settings": settings, "gate": judge(records), "records": records
-    }  # fmt: skip
+        "note": named_here("measured", clock.device),
+        "environment": environment,
+        "settings": settings,
+        "gate": judge(records),
+        "records": records,
+    }
 
 
 def select_part(cases: int, part: str) -> range:
