@@ -46,6 +46,11 @@ def origin(result: dict[str, Any]) -> str:
     )
 
 
+def named_here(what: str, device: torch.device) -> str:
+    """Return the note that numbers come from the device of the result, and whether that is an NPU."""
+    return f"{what} on the device named here" + ("" if device.type == "npu" else "; nothing was run on an NPU")
+
+
 def _cudnn() -> str | None:
     """Return the version as 9.15.1: from 9 on the number is major * 10000 + minor * 100 + patch."""
     number = torch.backends.cudnn.version()

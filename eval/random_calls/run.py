@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 
 import pasa
-from pasa.eval.kit.device import describe, find_device, origin, pick_device
+from pasa.eval.kit.device import describe, find_device, named_here, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.output import Report
@@ -28,8 +28,6 @@ from pasa.eval.random_calls.cases import COUNTS, Case, Kind, Outcome, draw_case,
 API: dict[str, Kind] = {**attention.KINDS, **paged.KINDS, **derived.KINDS}
 HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
 REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
-KERNELS_NOTE = "random calls on the device named here"
-NO_NPU = "; nothing was run on an NPU"
 COUNTED = ("group", "data", "values", "mask", "garbage", "dtype", "strides", "recovery", "accumulate", "dim")
 RENAMED = {"blind": "fully-masked"}  # a bound in stored runs
 VERDICTS = ("correct", "absent", "wrong", "raised")
@@ -85,7 +83,7 @@ def run_soak(
     drawn = draw_cases(kinds, cases, seed, only)
     judged = list(judge(kinds, drawn, progress) if jobs == 1 else judge_in_processes(kinds, drawn, jobs, progress))
     result = {
-        "note": KERNELS_NOTE + (NO_NPU if place.type != "npu" else ""),
+        "note": named_here("random calls", place),
         "environment": describe(place),
         "backend": backend,
         "seed": seed,

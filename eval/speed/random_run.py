@@ -15,7 +15,7 @@ import torch
 
 from pasa.eval.kit import output
 from pasa.eval.kit.cases_file import CasesFile
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, named_here
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import Minutes, at_least
 from pasa.eval.kit.timing import Call, Clock, CudaClock, interleave, quantile, ratio, summary
@@ -25,7 +25,7 @@ from pasa.eval.speed.gate import Gate
 from pasa.eval.speed.implementations import DEFAULT, MATH, Implementation, select_implementations
 from pasa.eval.speed.random_cases import draw_case
 from pasa.eval.speed.random_report import report, slow_table
-from pasa.eval.speed.run import NOT_RUN, NOTE, OK, enter, in_graph
+from pasa.eval.speed.run import NOT_RUN, OK, enter, in_graph
 
 Record = dict[str, Any]
 PEERS = select_implementations(("sdpa-cudnn", "sdpa-flash", "sdpa-efficient"))
@@ -67,7 +67,8 @@ def run_random(
         )
     settings = {"cases": cases, "seed": seed, "rounds": rounds}
     verdict = judge(records, cases)
-    return {"note": NOTE, "environment": environment, "settings": settings, "gate": verdict, "records": records}
+    note = named_here("measured", clock.device)
+    return {"note": note, "environment": environment, "settings": settings, "gate": verdict, "records": records}
 
 
 def measure(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -146,11 +147,13 @@ def run_stage(name: str, device: str, quick: bool, skip: int) -> None:
     """Run the checks of a stage behind the first `skip`; print each record as a line of JSON on stdout."""
     for check_name, measure in list(STAGES[name](device, quick).items())[skip:]:
         print(json.dumps({"starts": check_name}), flush=True)
+        started = time.perf_counter()
         try:
             record = measure()
         except Exception as error:  # of any kind: it is what the check reports
             record = judged(False, output.error_line(error))
-        print(json.dumps(output.jsonable({"name": check_name} | record)), flush=True)
+        taken = {"seconds": round(time.perf_counter() - started, 1)}
+        print(json.dumps(output.jsonable({"name": check_name} | record | taken)), flush=True)
 
 
 if __name__ == "__main__":
