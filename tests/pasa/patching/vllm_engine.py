@@ -4,6 +4,9 @@ scripts/test_vllm.sh runs this file by its name, with the Python files of severa
 what is replaced. The tokens must be those of transformers with pasa, from the same weights in FP16.
 """
 
+import importlib.util
+import inspect
+
 import pytest
 import torch
 
@@ -14,12 +17,16 @@ vllm_on_cpu.prepare()
 import transformers as hf  # noqa: E402
 import vllm  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.v1.attention import backend as v1  # noqa: E402
+from vllm.v1.attention.selector import _cached_get_attn_backend  # noqa: E402
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 
 import pasa  # noqa: E402
+from pasa.patching import vllm as adapter  # noqa: E402
 
 SIZES = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 64, "bos_token_id": 0, "eos_token_id": 511,
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 511,
 }  # fmt: skip
 TOKENS = 12
 MARGIN = 0.1
@@ -34,7 +41,12 @@ def _plugin(tmp_path_factory):
     vllm_on_cpu.install_plugin(tmp_path_factory.mktemp("installed"))
 
 
-@pytest.fixture(params=["0", "1"], ids=["runner 1", "runner 2"])
+def runners():
+    """Return the values of VLLM_USE_V2_MODEL_RUNNER for the runners that the installed vLLM has for CPUs."""
+    return ["0", "1"] if importlib.util.find_spec("vllm.v1.worker.cpu") else ["0"]
+
+
+@pytest.fixture(params=runners(), ids=lambda value: f"runner {int(value) + 1}")
 def runner(request, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
     return request.param
@@ -60,7 +72,13 @@ def models(tmp_path_factory):
         return folder, model
 
     built = {}
-    return lambda name: built.setdefault(name, None) or built.update({name: build(name)}) or built[name]
+
+    def once(name):
+        if name not in built:
+            built[name] = build(name)
+        return built[name]
+
+    return once
 
 
 @torch.no_grad()
@@ -123,8 +141,85 @@ class Engine:
 
 @pytest.mark.parametrize("name", ["plain", "range", "window"])
 def test_tokens_are_those_of_transformers(models, runner, name):
-    """Prompts of several chunks share steps with decodes."""
+    """Prompts of several chunks share steps with decodes, and a second call finds pages of the first in the cache."""
     folder, model = models(name)
     prompts, expected = prompts_of(model, [3, 40, 100])
     with Engine(folder, max_num_batched_tokens=48, max_num_seqs=4) as engine:
         assert engine.tokens(prompts) == [*expected]
+        (again,) = engine.generate(prompts[2:])
+    assert [*again.outputs[0].token_ids] == expected[2]
+    assert again.num_cached_tokens >= 16
+
+
+@torch.no_grad()
+def test_the_range_overflows_without_pasa(models):
+    _, model = models("range")
+    model.set_attn_implementation("eager")
+    logits = model(torch.tensor([[5, 7, 9]]), use_cache=False).logits
+    model.set_attn_implementation("pasa")
+    assert logits.isnan().all()
+
+
+def test_drafts_are_verified_with_several_queries_a_sequence(models, runner):
+    """The prompt repeats what the model will say, so that drafts taken from the prompt are right."""
+    folder, model = models("plain")
+    (prompt,), (expected,) = prompts_of(model, [20])
+    prompts = [prompt, [*prompt, *expected, *prompt]]
+    wanted = [expected, continued(model, prompts[1])[0]]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    if "spec decode is not supported" in inspect.getsource(CPUModelRunner):
+        pytest.skip("this vLLM has no speculative decoding on a CPU")
+    with Engine(folder, speculative_config=drafts) as engine:
+        assert engine.tokens(prompts) == wanted
+        assert engine.count("vllm:spec_decode_num_draft_tokens") > 0
+
+
+BAD = [
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+    ({"block_size": 24}, "block_size not supported"),
+    ({"dtype": "bfloat16"}, "dtype not supported"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda x: str(x))
+def test_what_it_cannot_serve_stops_the_start(models, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(models("plain")[0], **arguments)
+    cleanup_dist_env_and_memory()
+
+
+@pytest.fixture
+def fresh():
+    """Let the backend class be made and chosen anew, now and after the test."""
+    for each in (adapter.backend_class, _cached_get_attn_backend):
+        each.cache_clear()
+    yield
+    for each in (adapter.backend_class, _cached_get_attn_backend):
+        each.cache_clear()
+
+
+def test_an_argument_that_vllm_adds_stops_the_start(models, monkeypatch, fresh):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, new, output_scale=None): ...
+
+    monkeypatch.setattr(v1.AttentionImpl, "forward", forward)
+    with pytest.raises(NotImplementedError, match=r"AttentionImpl\.forward takes \(.*output, new, output_scale\)"):
+        Engine(models("plain")[0])
+    cleanup_dist_env_and_memory()
+
+
+def test_another_layout_of_the_cache_stops_the_start(models, monkeypatch, fresh):
+    """Planted: a vLLM that puts slots before heads."""
+    if hasattr(v1.AttentionBackend, "get_kv_cache_shape"):
+        return  # the backend chooses the shape
+    from vllm.v1 import kv_cache_interface as interface
+
+    theirs = interface.compute_layer_kv_cache_shape_bytes
+
+    def planted(*arguments):
+        pages, heads, slots, content = theirs(*arguments)
+        return pages, slots, heads, content
+
+    monkeypatch.setattr(interface, "compute_layer_kv_cache_shape_bytes", planted)
+    with pytest.raises(NotImplementedError, match=r"a cache of \(5, 48, 3, 256\) bytes where \(5, 3, 48, 256\)"):
+        Engine(models("plain")[0])
+    cleanup_dist_env_and_memory()

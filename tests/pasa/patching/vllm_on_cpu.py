@@ -99,7 +99,7 @@ COMPILED = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": unused,  # looked up only; custom_ops is "none"
     "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
-    "compute_slot_mapping_kernel_impl(Tensor starts, Tensor positions, Tensor table, Tensor(a!) slots, int page) -> ()": (
+    "compute_slot_mapping_kernel_impl(Tensor starts, Tensor at, Tensor table, Tensor(a!) slots, int page) -> ()": (
         slot_mapping
     ),
     "rejection_greedy_sample_kernel_impl(Tensor(a!) out, Tensor cu_drafts, Tensor drafts, Tensor best, Tensor bonus, "
