@@ -93,7 +93,10 @@ setup(
         "longbench": LONGBENCH,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["pasa = pasa_cli:main"]},
+    entry_points={
+        "console_scripts": ["pasa = pasa_cli:main"],
+        "vllm.general_plugins": ["pasa = pasa.patching.vllm:plugin"],  # vLLM loads it in each of its processes
+    },
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
