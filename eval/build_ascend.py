@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -15,6 +14,6 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def build_ascend(context: typer.Context) -> None:
     """Build the Ascend C kernels for this Python; needs CANN and torch_npu. Arguments go to cmake."""
-    environment = os.environ | {"PYTHON": sys.executable}
+    environment = envs.for_a_process({}, {"PYTHON": sys.executable})
     command = ["bash", str(envs.ascend_build_script()), *context.args]
     raise typer.Exit(subprocess.run(command, env=environment, check=False).returncode)

@@ -16,6 +16,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
         str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
         lambda text: Path(text).expanduser(),
     ),
+    "ASCEND_HOME_PATH": ("", lambda text: Path(text) if text else None),  # CANN's folder; its set_env.sh sets it
     # Set by torchrun and accelerate launch. Of several processes, only rank 0 prints.
     "RANK": ("0", int),
     "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: interpret kernels
@@ -38,6 +39,16 @@ def read(name: str) -> object:
 def cache_dir() -> Path:
     """Return the folder for files that are expensive to make again; the folder is not created here."""
     return _path("PASA_CACHE_DIR")
+
+
+def ascend_home() -> Path | None:
+    """Return the folder of CANN, or None where its set_env.sh was not sourced."""
+    return None if read("ASCEND_HOME_PATH") is None else _path("ASCEND_HOME_PATH")
+
+
+def for_a_process(defaults: dict[str, str], changed: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a process to start: `defaults` where nothing is set, and what is changed."""
+    return defaults | os.environ | changed
 
 
 def ascend_build_script() -> Path:

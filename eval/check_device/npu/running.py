@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ def build(logs: Path, limit_s: float) -> Record:
     """Build the kernels; return the time, the number of warnings and the first errors."""
     log = logs / "build.log"
     started = time.perf_counter()
-    environment = {"BUILD": str(logs.parent / "build")} | os.environ | {"PYTHON": sys.executable}
+    environment = envs.for_a_process({"BUILD": str(logs.parent / "build")}, {"PYTHON": sys.executable})
     with log.open("w", encoding="utf-8") as file:
         command = ["bash", str(envs.ascend_build_script())]
         why = _finish(subprocess.Popen(command, env=environment, stdout=file, stderr=file), limit_s)

@@ -6,10 +6,10 @@ without loading it. A library that was built for another torch can crash the pro
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
+from pasa.ops import envs
 from pasa.ops.versions import package_version
 
 RECORD = re.compile(rb"pasa-build:([^\0]*)\0")
@@ -39,11 +39,10 @@ def differences(library: Path) -> dict[str, tuple[str, str]]:
 
 def cann_version() -> str | None:
     """Return the version of the CANN in ASCEND_HOME_PATH, or None if there is no CANN or it does not say."""
-    home = os.environ.get("ASCEND_HOME_PATH")
-    for pattern in VERSION_FILES if home else ():
-        for path in sorted(Path(str(home)).glob(pattern)):
-            if found := VERSION_LINE.search(path.read_text(encoding="utf-8", errors="replace")):
-                return found[1]
+    home = envs.ascend_home()
+    for path in [path for pattern in VERSION_FILES for path in sorted(home.glob(pattern))] if home else ():
+        if found := VERSION_LINE.search(path.read_text(encoding="utf-8", errors="replace")):
+            return found[1]
     return None
 
 
