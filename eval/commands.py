@@ -50,19 +50,20 @@ app = typer.Typer(
 bench = typer.Typer(name="bench", help="Accuracy, speed and cost of kernels.", no_args_is_help=True)
 evaluate = typer.Typer(name="eval", help="Models, random calls and studies of rounding.", no_args_is_help=True)
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
+add_command(app, doctor.EXPERIMENT)
+add_command(app, replace(check_device.EXPERIMENT, variants=(check_npu.EXPERIMENT,)))
 for _group, _modules in (
-    (app, (doctor, rescue)),
+    (app, (rescue,)),
     (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
     (bench, (step, whole_model_speed, npu, overhead)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)
-app.command("build-ascend", context_settings=build_ascend.SETTINGS)(build_ascend.build_ascend)
-add_command(app, replace(check_device.EXPERIMENT, variants=(check_npu.EXPERIMENT,)))
 add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
 add_command(app, to_fp16.EXPERIMENT)
+app.command("build-ascend", context_settings=build_ascend.SETTINGS)(build_ascend.build_ascend)
 add_command(bench, replace(speed.EXPERIMENT, variants=(random_run.EXPERIMENT,)))
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)

@@ -90,7 +90,7 @@ class DeviceClock:
         with call.scope():
             out = call.run()
             self._torch.synchronize()
-        held = self._torch.max_memory_allocated() - before
+        held: int = self._torch.max_memory_allocated() - before
         return max(0, held - out.numel() * out.element_size())
 
     def graph(self, call: Call) -> Call:

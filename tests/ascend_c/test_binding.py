@@ -47,7 +47,7 @@ def test_the_backend_is_available(npu):
 
 
 def test_the_library_says_what_it_was_built_with(npu_library):
-    """As the build script found it; the versions of CANN and torch_npu are those of the mocks."""
+    """The build script writes what it finds; the versions of CANN and torch_npu are those of the mocks."""
     here = {"torch": metadata.version("torch"), "torch_npu": "2.9.0", "cann": "9.1.0"}
     assert build_record.built_with(npu_library) == here
 

@@ -18,7 +18,9 @@ from tests.ascend_c.kernel_runs import (
     Call,
     Run,
     launch_attention,
+    launch_product_probe,
     launch_shift,
+    launch_vector_probe,
     means,
     means_with_biased_bits,
     shifted_by_reference,
@@ -199,6 +201,8 @@ def attempts(program):
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
+    kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
+    kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = [bits(launch, 0) for launch in kernels]
     assert None not in expected
     return [

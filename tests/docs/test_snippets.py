@@ -36,7 +36,7 @@ INSTEAD = {
 }
 PAGES = {name_of(page): page for page in [README, *DOCS] if blocks(page, "python")}
 # Shell commands begin with one of these; `pasa` and paths are checked, the others need a network or a device.
-PROGRAMS = ("pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "source /")
+PROGRAMS = ("pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "source /", "docker run ")
 
 
 def runnable(snippet):

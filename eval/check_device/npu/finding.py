@@ -1,4 +1,4 @@
-"""What a probe found."""
+"""The result of a probe, and comparisons of bits that give one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Finding:
     detail : str
         What it does.
     harmless : bool
-        Whether the results of the kernels keep their bounds all the same.
+        Whether the results of the kernels keep their bounds in spite of it.
     """
 
     deviates: bool

@@ -129,9 +129,10 @@ def check_fill(device: str) -> Finding:
 def check_accumulators(device: str) -> Finding:
     """Check tiles that come a second time in FP32, while the products of another tile are made."""
     q, k, v = _attention_inputs("accumulators", 256, 400)
-    out = pasa.attention(*(x.to(device) for x in (8 * q, 8 * k, v)), backend="npu").cpu()
-    golden, _ = pasa.golden_attention(8 * q, 8 * k, v)
-    plain = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in (8 * q, 8 * k, v)))
+    q, k = 8 * q, 8 * k
+    out = pasa.attention(q.to(device), k.to(device), v.to(device), backend="npu").cpu()
+    golden, _ = pasa.golden_attention(q, k, v)
+    plain = pasa.attention(q, k, v, backend="reference", config=pasa.PasaConfig(precision="fp32"))
     worst, allowed = ((x.double() - golden).abs().max() for x in (out, plain))
     bound = 4 * float(allowed) + HALF_ULP * float(v.abs().max())
     return Finding(not float(worst) <= bound, f"largest error {float(worst):.2g}, allowed {bound:.2g}")
@@ -236,13 +237,14 @@ def _operators() -> Any:
 
 
 def _vector(probe: int, x: Tensor, y: Tensor, device: str, saturate: bool = False) -> Tensor:
-    return _operators().npu_probe_vector(x.to(device), y.to(device), probe, saturate).cpu()
+    z: Tensor = _operators().npu_probe_vector(x.to(device), y.to(device), probe, saturate)
+    return z.cpu()
 
 
 def _product(a: Tensor, b: Tensor, device: str, stale: float = 0.0) -> Tensor:
     """Return A B^T: stored at once, stored in halves, and with the constant product added, (3, m, n)."""
     before = torch.full((128, a.shape[1]), stale).half()
-    c = _operators().npu_probe_product(*(x.to(device) for x in (a, b, before)))
+    c: Tensor = _operators().npu_probe_product(*(x.to(device) for x in (a, b, before)))
     return c.cpu()[:, : a.shape[0], : b.shape[0]]
 
 

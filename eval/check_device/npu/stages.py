@@ -60,7 +60,7 @@ def smoke(device: str, quick: bool) -> dict[str, Check]:
 
 
 def paper(device: str, quick: bool) -> dict[str, Check]:
-    """Attend to the paper's 15 cases in both overflow modes, as they are or in small."""
+    """Attend to the paper's 15 cases in both overflow modes, at full or reduced length."""
     cases = [RandomCase(c.distribution, c.mean, c.amplitude, QUICK_SHAPE) if quick else c for c in PAPER_CASES]
     return {
         f"{case.name}, overflow={mode}": partial(attend_to_paper_case, case, mode, device)

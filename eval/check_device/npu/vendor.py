@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,11 @@ def check_masks(device: str) -> Finding:
     hidden = (~mask).expand(1, q.shape[1], ROWS, KEYS).contiguous().to(device)
     triangle = torch.ones(npu.MASK_SIDE, npu.MASK_SIDE, dtype=torch.bool, device=device).triu(1)
     errors = {}
-    for name, seen, how in (
+    cases: tuple[tuple[str, Tensor, dict[str, Any]], ...] = (
         ("bool", mask, {"atten_mask": hidden, "inner_precise": npu.HIGH_PRECISION_MASKED_ROWS}),
         ("causal", causal, {"atten_mask": triangle, "sparse_mode": npu.TOP_LEFT_CAUSAL}),
-    ):
+    )
+    for name, seen, how in cases:
         golden, _ = pasa.golden_attention(q, k, v, attn_mask=seen)
         out = _attend(*(x.to(device) for x in (q, k, v)), scale=DIM**-0.5, **how).cpu().double()
         errors[name] = float((out - golden).abs().nan_to_num(nan=torch.inf).max())
@@ -67,11 +69,11 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: object) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: Any) -> Tensor:
     return _launch(q, k, v, scale=scale, **how)[0]
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: object) -> tuple[Tensor, Tensor]:
+def _launch(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: Any) -> tuple[Tensor, Tensor]:
     import torch_npu
 
     options = {"atten_mask": None, "sparse_mode": npu.ALL_KEYS, "inner_precise": npu.HIGH_PRECISION} | how

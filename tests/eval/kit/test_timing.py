@@ -113,7 +113,7 @@ def test_the_time_waits_for_any_accelerator(monkeypatch, device, arguments):
 
 
 class FakeModule:
-    """What torch.npu offers for timing, on a device whose work is done at once."""
+    """Stand in for torch.npu, on a device whose work is done at once."""
 
     NPUGraph = type("NPUGraph", (), {"replay": lambda self: self.run()})
 
@@ -158,7 +158,7 @@ class FakeModule:
 
 
 def test_a_clock_of_any_device_takes_the_module_of_its_type(monkeypatch):
-    """As of torch.npu, whose graphs have another name than CUDA's."""
+    """The module may be torch.npu, whose graphs have another name than CUDA's."""
     module = FakeModule()
     clock = DeviceClock(torch.device("cpu"), l2_bytes=1024)
     assert clock._flushed.nbytes == 3 * 1024
