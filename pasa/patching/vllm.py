@@ -5,7 +5,8 @@ Installing pasa beside vLLM is enough: vLLM calls `plugin` in each of its proces
 
     vllm serve ... --attention-backend CUSTOM --dtype float16
 
-Whole engines of vLLM 0.18 to 0.33 were run with it on a CPU, by scripts/test_vllm.sh. No GPU has run it in an engine.
+It is tested with the classes and caches of vLLM 0.18 to 0.33, and in whole engines of 0.18, 0.28, 0.29 and 0.33 on a
+CPU, by scripts/test_vllm.sh. No GPU has run it in an engine.
 
 Up to vLLM 0.28 a backend chooses the shape of its cache, here (2, pages, slots of a page, Hkv, D). From 0.29 on vLLM
 gives every backend (pages, Hkv, slots of a page, 2 D), in any order in memory. Which of the two the installed vLLM has
@@ -47,7 +48,7 @@ from pasa.paged import attention_paged, write_pages
 NAME = "PasaAttentionBackend"
 
 TESTED = "vLLM 0.18 to 0.33"
-"""The versions that scripts/test_vllm.sh tests; README.md and CHANGELOG.md name the same."""
+"""The versions whose interfaces scripts/test_vllm.sh has recorded; README.md and CHANGELOG.md name the same."""
 
 
 def plugin() -> None:

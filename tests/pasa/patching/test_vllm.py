@@ -357,4 +357,4 @@ def test_the_versions_that_are_named_are_those_that_are_run():
     oldest, newest = re.findall(r"0\.(\d+)", adapter.TESTED)
     assert {int(version.split(".")[1]) for version in seen} == {*range(int(oldest), int(newest) + 1)}
     for file in ("README.md", "CHANGELOG.md", "docs/hosts/vllm.md", "pasa/patching/vllm.py"):
-        assert f"engines of {adapter.TESTED}" in " ".join((ROOT / file).read_text("utf-8").split()), file
+        assert f"the classes and caches of {adapter.TESTED}" in " ".join((ROOT / file).read_text("utf-8").split()), file

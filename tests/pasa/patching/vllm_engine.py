@@ -66,6 +66,11 @@ def models(tmp_path_factory):
             for layer in model.model.layers:
                 layer.self_attn.q_proj.bias.data.fill_(60.0)
                 layer.self_attn.k_proj.bias.data.fill_(60.0)
+        if name == "counting":  # the head looks for the embedding of the token before; attention sometimes differs
+            model.lm_head.weight.data = 0.3 * model.model.embed_tokens.weight.data.roll(1, 0)
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.data *= 0.07
+                layer.mlp.down_proj.weight.data *= 0.003
         folder = tmp_path_factory.mktemp(name)
         model.save_pretrained(folder)
         model.set_attn_implementation("pasa")
@@ -161,17 +166,23 @@ def test_the_range_overflows_without_pasa(models):
 
 
 def test_drafts_are_verified_with_several_queries_a_sequence(models, runner):
-    """The prompt repeats what the model will say, so that drafts taken from the prompt are right."""
-    folder, model = models("plain")
-    (prompt,), (expected,) = prompts_of(model, [20])
-    prompts = [prompt, [*prompt, *expected, *prompt]]
-    wanted = [expected, continued(model, prompts[1])[0]]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    """The model counts upwards, most of the time. So drafts that are taken from the prompt are mostly right."""
     if "spec decode is not supported" in inspect.getsource(CPUModelRunner):
         pytest.skip("this vLLM has no speculative decoding on a CPU")
-    with Engine(folder, speculative_config=drafts) as engine:
-        assert engine.tokens(prompts) == wanted
-        assert engine.count("vllm:spec_decode_num_draft_tokens") > 0
+    folder, model = models("counting")
+    prompts = [[*range(20, 60), 7, *range(20, 30)], [*range(100, 120), 3, 100, 101]]
+    expected = [continued(model, prompt) for prompt in prompts]
+    assert min(lead for _, lead in expected) >= MARGIN
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    try:
+        engine = Engine(folder, speculative_config=drafts)
+    except ValueError as error:
+        if "V2 does not yet support" not in str(error):
+            raise
+        pytest.skip("this vLLM's second runner takes no drafts from a prompt")
+    with engine:
+        assert engine.tokens(prompts) == [tokens for tokens, _ in expected]
+        assert engine.count("vllm:spec_decode_num_accepted_tokens") > 0
 
 
 BAD = [

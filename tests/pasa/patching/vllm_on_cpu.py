@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).parents[3]
 
 ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
     "CUDA_VISIBLE_DEVICES": "",  # vLLM then takes Triton although no driver is active; TRITON_INTERPRET runs it
     "TRITON_INTERPRET": "1",
     "TORCH_COMPILE_DISABLE": "1",
