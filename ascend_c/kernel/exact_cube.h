@@ -85,6 +85,7 @@ private:
             for (uint32_t half = 0; half < 2; ++half) Flush(half, (task.steps - 1) % 2);
             AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kProductReady + (task.steps - 1) % 2);
         }
+        for (uint32_t slot = 0; slot < Least(task.steps, 2); ++slot) references_.FreeTensor(held_[slot]);
         query_tiles_.FreeTensor(queries_);
     }
 
@@ -155,14 +156,17 @@ private:
         return queue.template DeQue<float>();
     }
 
-    // S' of block j as FP16. Its reference stays until the tile is answered.
+    // S' of block j as FP16. Its reference stays until there is another one for a block with an even, or odd, number.
     __aicore__ inline void MakeScores(const Task& task, uint32_t j)
     {
         const uint32_t slot = j % 2;
-        Tile reference = references_.AllocTensor<half>();
-        AscendC::DataCopy(reference, reference_[slot], rows_ * kFractal);
-        references_.EnQue(reference);
-        held_[slot] = references_.DeQue<half>();
+        if (j < 2 || brought_[slot]) {
+            if (j > 1) references_.FreeTensor(held_[slot]);
+            Tile reference = references_.AllocTensor<half>();
+            AscendC::DataCopy(reference, reference_[slot], rows_ * kFractal);
+            references_.EnQue(reference);
+            held_[slot] = references_.DeQue<half>();
+        }
         wanted_[0] = wanted_[1] = 0;
         FormTile(task, j);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kScoresReady + slot);
@@ -230,8 +234,8 @@ private:
         AscendC::DataCacheCleanAndInvalid<int32_t, AscendC::CacheLine::SINGLE_CACHE_LINE,
                                           AscendC::DcciDst::CACHELINE_OUT>(verdict_[slot]);
         for (uint32_t half = 0; half < 2; ++half) wanted_[half] = verdict_[slot].GetValue(half * kVerdictWords);
+        brought_[slot] = ((wanted_[0] | wanted_[1]) & kBringsReference) != 0;
         if (((wanted_[0] | wanted_[1]) & kWantsWide) != 0) FormTile(task, j);
-        references_.FreeTensor(held_[slot]);
         for (uint32_t half = 0; half < 2; ++half) {
             if ((wanted_[half] & kWantsOutput) != 0) Flush(half, 1 - slot);
         }
@@ -308,6 +312,7 @@ private:
     Multiplier multiplier_;
     uint32_t rows_ = 0;                        // of the tile, as computed
     int32_t wanted_[2] = {0, 0};               // by each vector core, of the tile that is formed
+    bool brought_[2] = {false, false};         // a vector core has a new reference for the second block from there
     bool running_[2] = {false, false};         // L0C holds products of that half of the rows
     Tile queries_, steps_[2], held_[2];        // of the task; keys and values, and references, of two blocks
     Product output_[2], sum_[2];               // of each half of the rows

@@ -87,32 +87,30 @@ private:
         const Extremes extremes = LoadScores(task, j, rows, refers, next_factor);
         const float factor = factor_[slot];
         const bool wide = NeedsWide(rows, extremes.reached, factor);
-        const bool moves = wide || extremes.ahead > kMoveReach;
-        TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0));
+        bool moves = wide;
+        if (extremes.ahead > kMoveReach) moves = true;
+        stable_ = moves ? 0 : stable_ + 1;
+        const bool brings = refers && !HasReference(slot, extremes.apart, next_factor == factor);
+        TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
+                              (brings ? kBringsReference : 0));
         if (wide) LoadWide(task, j, rows, factor);
         if (moves) MoveReference(slot, rows, wide);
         MakeWeights(slot, rows, wide || t_.scale > kLargestLifted, !moves && extremes.gap <= kAligned);
-        stable_ = moves ? 0 : stable_ + 1;
-        if (refers) {
-            // The workspace may hold this reference already: that of block j, if nothing has changed since.
-            const bool plain = extremes.apart == 0.0f;
-            if (!plain || !plain_[slot] || stable_ < 2 || next_factor != factor) MakeReference(slot, rows, next_factor);
-            plain_[slot] = plain;
-        }
+        if (brings) MakeReference(slot, rows, next_factor);
         if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
         if (j == 0) return;
         if (!t_.resident) AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + 1 - slot);
         if (!moves && t_.resident) return;
-        AscendC::PipeBarrier<PIPE_V>();
         AddProducts(1 - slot, rows);
-        if (moves) Rescale(rows);
+        if (moves) {
+            Rescale(rows);
+        }
     }
 
     // The score tile in nats to score_tile_, with masked scores replaced; the largest of each row to kTop in units of
     // the tile, and to kLarger in nats; what the weights are relative to, seen from the tile, to kGap. And if there is a
-    // block j + 2, its frame to kSecond, the change of frame for the rows that see it to kCarried, and what its anchor
-    // subtracts to kNext.
+    // block j + 2, its frame to kSecond, the change of frame to kCarried, and what its anchor subtracts to kNext.
     __aicore__ inline Extremes LoadScores(const Task& task, uint32_t j, uint32_t rows, bool refers, float& next_factor)
     {
         const uint32_t slot = j % 2, count = KeysOf(task, j);
@@ -145,8 +143,7 @@ private:
         AscendC::Muls(score_tile_, score_tile_, factor_[slot], rows * kBlockKeys);
         all.Subtract(Number(kGap), Number(0, kMaximum), Number(slot, kOffset));
         if (refers) {
-            RowMath next(RowsWithoutKeys(task, task.lane[0], j + 2, rows), rows);
-            next.Subtract(Number(kCarried), Number(0, kFrame), Number(kSecond));
+            all.Subtract(Number(kCarried), Number(0, kFrame), Number(kSecond));
         }
         AscendC::PipeBarrier<PIPE_V>();
         top.Finish(Number(kTop));
@@ -212,7 +209,6 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         all.Exponential(Number(kKeep), Number(kKeep));
         all.Scale(maximum, highest, 1.0f);
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Weights, rounded, to the cube core. `late`: scores may be too large to subtract a few nats from. `aligned`: they
@@ -243,6 +239,18 @@ private:
         weights = tile_out_.DeQue<half>();
         AscendC::DataCopy(weights_[slot], weights, rows * kBlockKeys);
         tile_out_.FreeTensor(weights);
+    }
+
+    // Return if the cube core has the reference of block j + 2 already: that of block j, if neither has an offset or a
+    // frame of its own, and nothing has moved since that was made.
+    __aicore__ inline bool HasReference(uint32_t slot, float apart, bool same_factor)
+    {
+        bool plain = true;
+        if (apart != 0.0f) plain = false;
+        bool has = plain && plain_[slot] && same_factor;
+        if (stable_ < 2) has = false;
+        plain_[slot] = plain;
+        return has;
     }
 
     // The reference of block j + 2 takes the place of that of block j.
@@ -278,7 +286,6 @@ private:
         sums_in_.FreeTensor(sums);
         AscendC::PipeBarrier<PIPE_V>();
         RowMath(0, rows).Add(Number(0, kSum), Number(0, kSum), Number(kRowSum));
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // O and l by kKeep.

@@ -19,5 +19,6 @@ constexpr uint8_t kGroup = 2;          // the mode of these flags: a cube core a
 // Bits of a verdict.
 constexpr int32_t kWantsWide = 1;    // the score tile again, in FP32
 constexpr int32_t kWantsOutput = 2;  // the products of the blocks before
+constexpr int32_t kBringsReference = 4;  // with its weights comes a new reference, of the second block from here
 
 }  // namespace pasa

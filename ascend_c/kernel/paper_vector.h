@@ -42,7 +42,6 @@ private:
         all.Set(Number(i, kFrame), 0.0f);
         all.Set(Number(i, kOffset), 0.0f);
         AscendC::Duplicate(Output(i), 0.0f, rows * t_.dim);
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // ---- one score tile: weights for the cube core, statistics for here

@@ -202,7 +202,7 @@ class OnlineSoftmax:
         self.max_logits[..., old, :] = torch.maximum(self.max_logits[..., old, :] + tile.carry, seen)
         self._remember(old, unseen, carried, tile, alive)
         if self.lazy:
-            shift, maximum, new = self._lazy_reference(top, carried, tile, block, alive)
+            shift, maximum, new = self._lazy_reference(top, carried, tile, block, seen > -torch.inf)
         else:
             if self.rule != "safe":
                 top = self._row(top + self._shift(scores, top, tile, carried, frame))
