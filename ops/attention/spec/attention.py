@@ -21,22 +21,22 @@ from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, h
 from pasa.ops.attention.spec.packed import attend_apart, without_keys
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import (
-    ALIGNED,
-    LIFT,
-    MOVE_REACH,
-    Block,
-    PaperScores,
-    ScoreTile,
-    score_model,
-    whole_tiles,
-)
+from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model, whole_tiles
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, FP16, FP32, Format, Overflow, round_to
 
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
 NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
+# In nats: the largest distance of a score above what its row's weights are relative to. Further
+# above, the row's weights become relative to that score. FP16 holds exp(4) = 54.6 times `LIFT`.
+MOVE_REACH = 4.0
+# In nats: the largest distance of a tile's reference from that of the weights, row by row, that is
+# not subtracted. It is an eighth of the error of rounding a weight to FP16.
+ALIGNED = 2.0**-14
+# Weights are stored in FP16 as multiples of 1 / LIFT, so they vanish only 24.3 nats below the
+# reference. A power of two, so that O / l does not change.
+LIFT = 2.0**10
 # What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
 

@@ -32,15 +32,6 @@ from pasa.ops.numerics.shifting import (
 # units (one unit is 0.7 to 1.4 nats), so a weight is off by at most 0.6 %. With 8 nats, scores whose
 # maximum rises from block to block err twice as much (tests/properties/test_large_bias.py).
 RESCUE_REACH = 6.0
-# In nats: the largest distance of a score above what its row's weights are relative to. Further
-# above, the row's weights become relative to that score. FP16 holds exp(4) = 54.6 times `LIFT`.
-MOVE_REACH = 4.0
-# In nats: the largest distance of a tile's reference from that of the weights, row by row, that is
-# not subtracted. It is an eighth of the error of rounding a weight to FP16.
-ALIGNED = 2.0**-14
-# Weights are stored in FP16 as multiples of 1 / LIFT, so they vanish only 24.3 nats below the
-# reference. A power of two, so that O / l does not change.
-LIFT = 2.0**10
 # In nats: weights below exp(-104) are zero even as FP32 subnormals.
 ZERO_WEIGHT = 104.0
 # The most nats in one unit of a stored tile. Above it FP16's subnormals, 2^-24 units apart, are too
