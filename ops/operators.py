@@ -74,7 +74,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
         AttentionOptions(*arithmetic)  # only validates, as `choose` does for calls with data
         q = call.q
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
-        counts = q.new_empty((*heads, 6) if call.diagnose else (0,), dtype=torch.float64)
+        counts = q.new_empty((*heads, 7) if call.diagnose else (0,), dtype=torch.float64)
         max_logits = q.new_empty((call.sequences, q.shape[1]) if call.max_logits else (0,), dtype=torch.float32)
         out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if call.tokens_first else q.new_empty(q.shape)
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts

@@ -39,7 +39,7 @@ class Results(NamedTuple):
     out : Tensor, shape and dtype of q
     lse : Tensor, shape of q without D, FP32
     max_logits : Tensor (sequences, Hq), FP32, if the call asks for it
-    counts : Tensor (B, Hq, 6), FP64, if the call asks for diagnostics
+    counts : Tensor (B, Hq, 7), FP64, if the call asks for diagnostics
     """
 
     out: Tensor

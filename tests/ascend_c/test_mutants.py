@@ -101,6 +101,15 @@ def tiny_scale():
     return x
 
 
+def rising():
+    """Keys without anchors, of which the fourth block moves references that had been kept."""
+    x = random_call(1, 1, 1, 40, 7 * BLOCK, 64)
+    x.q.copy_((x.q * 128).round() / 128)
+    x.k.copy_(((x.k - 3) * 32).round() / 128)
+    x.k[:, :, 3 * BLOCK : 4 * BLOCK] *= 8
+    return x
+
+
 def below_the_guess():
     """The first row sees one key of two, 20 nats below their mean; the other row sees no difference."""
     x = random_call(1, 1, 1, 2, 2, 64, causal=True)
@@ -147,6 +156,9 @@ CALLS = [
     anchors_far_apart(),
     tiny_scale(),
     Call(*sunken(BLOCK)),
+    Call(*sunken(BLOCK, blocks=4)),  # references of later blocks are no guesses
+    rising(),
+    random_call(1, 1, 1, 20, 130, 64, exact=False, scale=100.0),  # scores too large to subtract a few nats from
     random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
     unlike("later keys of the block", 1000.0),
     unlike("mixed signs", 1000.0),

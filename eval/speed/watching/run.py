@@ -22,8 +22,7 @@ from pasa.eval.kit.timing import Call, Clock, CudaClock, NpuClock, added_cost
 from pasa.eval.speed.cases import SpeedCase
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
-from pasa.ops.attention.spec.scores import RESCUE_REACH
-from pasa.ops.attention.spec.watch import FIELDS, FIRST_BLOCK, STRIDE
+from pasa.ops.attention.spec.watch import FIELDS, FIRST_BLOCK, RUNAWAY, STRIDE
 from pasa.ops.numerics.formats import FP16_MAX
 
 MOST_PERCENT = 2.0  # that watching a model may cost
@@ -198,7 +197,7 @@ def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
     counts = (
         seen.any(1),
         (seen & (scores >= top[:, None] - EPSILON)).sum(1) > 1,
-        (near > -torch.inf) & (top - near > RESCUE_REACH),
+        (near > -torch.inf) & (top - near > RUNAWAY),
         seen,
         seen & (products.abs() > FP16_MAX),
     )
