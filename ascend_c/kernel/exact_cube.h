@@ -218,12 +218,7 @@ private:
 
     __aicore__ inline void SubtractReference(const Product& c, const Tile& reference, uint32_t count)
     {
-        const Factors f{rows_, count, kFractal, true, true};
-        Tile left = multiplier_.TakeLeft(reference, rows_, kFractal);
-        Tile right = multiplier_.TakeNumber(static_cast<half>(kReferenceWeight), kFractal, count);
-        multiplier_.Contract(c, left, right, f);
-        multiplier_.FreeRight(right);
-        multiplier_.FreeLeft(left);
+        multiplier_.AddMultiple(c, reference, static_cast<half>(kReferenceWeight), rows_, count);
     }
 
     // What the vector cores ask for after they have seen the tile: each the same tile in FP32, or its output so far.

@@ -58,6 +58,17 @@ public:
         FreeLeft(left);
     }
 
+    // C (m, n) += A (m, 16) B, where all of B is one number.
+    __aicore__ inline void AddMultiple(const AscendC::LocalTensor<float>& c, const Operand& a, half number, uint32_t m,
+                                       uint32_t n)
+    {
+        Operand left = TakeLeft(a, m, kFractal);
+        Operand right = TakeNumber(number, kFractal, n);
+        Contract(c, left, right, Factors{m, n, kFractal, true, true});
+        FreeRight(right);
+        FreeLeft(left);
+    }
+
     // Operands in L0A and L0B, for any number of products until they are freed.
     __aicore__ inline Operand TakeLeft(const Operand& a, uint32_t m, uint32_t k)
     {
