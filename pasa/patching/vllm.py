@@ -31,24 +31,23 @@ back to the host, because no Ascend C kernel of this project reads pages.
 from __future__ import annotations
 
 import abc
-import inspect
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pasa.ops.registry import BACKENDS
-from pasa.paged import attention_paged, write_pages
+from pasa.patching.vllm_interface import READ, TESTED, check_spec, refuse_unknown
+from pasa.patching.vllm_layer import LayerOptions, PasaMetadata, attend_layer, split_cache
+
+__all__ = [
+    "NAME", "READ", "TESTED", "LayerOptions", "PasaMetadata", "attend_layer", "backend_class", "plugin", "register",
+    "split_cache",
+]  # fmt: skip
 
 NAME = "PasaAttentionBackend"
-
-TESTED = "vLLM 0.18 to 0.33"
-"""The versions whose interfaces scripts/test_vllm.sh has recorded; README.md and CHANGELOG.md name the same."""
 
 
 def plugin() -> None:
@@ -104,235 +103,6 @@ def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return backend_class()
-
-
-@dataclass
-class PasaMetadata:
-    """The metadata of a batch, shared by all layers; `decodes` sequences of one query come first, then the others.
-
-    Where all sequences are decodes, or none is, the tensors are those that vLLM keeps from step to step and changes in
-    place. So a CUDA graph that was captured with this metadata reads the lengths of later steps.
-
-    Attributes
-    ----------
-    tokens, decodes, max_query_len, max_seq_len : int
-    block_table, seq_lens : Tensor
-        Rows of all sequences, decodes first.
-    slot_mapping : Tensor (tokens,)
-    cu_seqlens_q : Tensor, optional
-        Cumulative query lengths of the sequences after the decodes, from 0; None if all sequences are decodes.
-    """
-
-    tokens: int
-    decodes: int
-    max_query_len: int
-    max_seq_len: int
-    block_table: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
-    cu_seqlens_q: Tensor | None
-
-    @classmethod
-    def of(cls, common: Any) -> PasaMetadata:
-        """Convert vLLM's CommonAttentionMetadata; only lengths that are on the host are read, so nothing waits."""
-        if common.causal is not True:
-            raise NotImplementedError(
-                f"pasa's attention backend is for causal attention, and vLLM asks for causal={common.causal}: use "
-                "another --attention-backend"
-            )
-        decodes = common.num_reqs
-        if common.max_query_len > 1:
-            longer = common.query_start_loc_cpu.diff() != 1
-            decodes = int(longer.int().argmax()) if bool(longer.any()) else decodes
-        rest = common.query_start_loc
-        if decodes:
-            rest = None if decodes == common.num_reqs else rest[decodes:] - decodes
-        sizes = (common.num_actual_tokens, decodes, common.max_query_len, common.max_seq_len)
-        return cls(*sizes, common.block_table_tensor, common.seq_lens, common.slot_mapping, rest)
-
-    def attend(
-        self,
-        q: Tensor,
-        caches: tuple[Tensor, Tensor],
-        options: LayerOptions,
-        out: Tensor,
-        key_anchors: Tensor | None = None,
-    ) -> None:
-        """Attend with queries (tokens, Hq, D), and write the result into `out` of the same shape."""
-        d, longest = self.decodes, self.max_seq_len
-        if d:
-            out[:d] = attention_paged(
-                q[:d], *caches, self.block_table[:d], self.seq_lens[:d], max_seqlen_k=longest,
-                key_anchors=key_anchors, **vars(options),
-            )  # fmt: skip
-        if self.cu_seqlens_q is not None:
-            out[d:] = attention_paged(
-                q[d:], *caches, self.block_table[d:], self.seq_lens[d:], cu_seqlens_q=self.cu_seqlens_q,
-                max_seqlen_q=self.max_query_len, max_seqlen_k=longest, is_causal=True, **vars(options),
-            )  # fmt: skip
-
-
-@dataclass
-class LayerOptions:
-    """The arguments of `attention_paged` that belong to a layer.
-
-    Attributes
-    ----------
-    scale : float
-    window : (int, int), optional
-        Numbers of keys before and after a query's own that the query may see.
-    softcap : float, optional
-    sinks : Tensor (Hq,), optional
-    """
-
-    scale: float
-    window: tuple[int, int] | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-
-def attend_layer(
-    metadata: PasaMetadata | None,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    kv_cache: Tensor,
-    output: Tensor,
-    options: LayerOptions,
-    key_anchors: Tensor | None = None,
-) -> Tensor:
-    """Run one layer of a step: write new keys and values into their pages, then attend. Padding rows stay unchanged.
-
-    Parameters
-    ----------
-    metadata : PasaMetadata, optional
-        None while vLLM profiles its memory; `output` is then filled with 0.
-    query : Tensor (tokens or more, Hq, D)
-    key, value : Tensor (tokens or more, Hkv, D), optional
-        None if the layer reads another layer's cache.
-    kv_cache : Tensor (2, pages, slots of a page, Hkv, D) or (pages, Hkv, slots of a page, 2 D)
-        The last stride is 1, the others are free.
-    output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
-    options : LayerOptions
-    key_anchors : Tensor (pages, Hkv, D), optional
-        Anchors of kv_cache's pages. Pass them only if every write to the pages goes through this function, because
-        the guarantee against overflow then depends on them; see `write_pages`. vLLM reuses the pages that a sliding
-        window has left, so a layer with a window takes no anchors.
-
-    Raises
-    ------
-    NotImplementedError
-        The cache has another shape, or anchors are passed to a layer with a window.
-    """
-    if metadata is None:
-        return output.fill_(0)
-    if key_anchors is not None and options.window is not None:
-        raise NotImplementedError(
-            f"key_anchors are passed to a layer with window={options.window}: pass None for layers with a window"
-        )
-    n = metadata.tokens
-    caches = split_cache(kv_cache, query.shape[-1])
-    if key is not None and value is not None:
-        write_pages(key[:n], value[:n], *caches, metadata.slot_mapping[:n], key_anchors)
-    metadata.attend(query[:n], caches, options, output.view(query.shape)[:n], key_anchors)
-    return output
-
-
-def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return views (pages, slots of a page, Hkv, D) of the keys and the values of one layer.
-
-    Raises
-    ------
-    NotImplementedError
-        The cache has another shape than those of the vLLM versions in `TESTED`.
-    """
-    if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and kv_cache.shape[-1] == head_dim:
-        return kv_cache[0], kv_cache[1]
-    if kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_dim:
-        keys, values = kv_cache.transpose(1, 2).split(head_dim, -1)
-        return keys, values
-    raise NotImplementedError(
-        f"kv_cache {tuple(kv_cache.shape)} is neither (2, pages, slots, Hkv, {head_dim}) nor (pages, Hkv, slots, "
-        f"{2 * head_dim}), the caches of {TESTED}; {installed()} is installed"
-    )
-
-
-def installed() -> str:
-    """Return the name and version of the installed vLLM."""
-    try:
-        return f"vLLM {version('vllm')}"
-    except PackageNotFoundError:  # imported from a folder, for example
-        return "an unknown version of vLLM"
-
-
-READ = (
-    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
-    "max_seq_len", "block_table_tensor", "slot_mapping", "causal",
-)  # fmt: skip
-"""The fields of vLLM's CommonAttentionMetadata that `PasaMetadata.of` reads."""
-
-
-def _refuse_unknown(v1: Any, parts: dict[str, type]) -> None:
-    """Raise NotImplementedError if the installed vLLM differs from the interface that these classes were written for.
-
-    Parameters
-    ----------
-    v1 : module
-        vllm.v1.attention.backend
-    parts : dict
-        vLLM's name of each base class, and the class derived from it.
-    """
-    differences = [each for name, part in parts.items() for each in _differences(name, getattr(v1, name), part)]
-    fields = v1.CommonAttentionMetadata.__dataclass_fields__
-    differences += [f"CommonAttentionMetadata lacks {name}" for name in READ if name not in fields]
-    differences += _cache_differences(v1)
-    if differences:
-        raise NotImplementedError(
-            f"pasa's attention backend was tested with {TESTED}. {installed()} has another interface: "
-            f"{'; '.join(differences)}. Install one of the tested versions, or use another --attention-backend"
-        )
-
-
-def _differences(name: str, base: type, part: type) -> Iterator[str]:
-    """Yield what a base class of vLLM requires, and the class derived from it does not have or take."""
-    for method in sorted(part.__abstractmethods__):  # type: ignore[attr-defined]
-        yield f"{name} requires {method}"
-    for method in vars(part):
-        theirs = getattr(base, method, None)
-        if (method.startswith("_") and method != "__init__") or not inspect.isroutine(theirs):
-            continue
-        expected, taken = ([*inspect.signature(each).parameters] for each in (theirs, getattr(part, method)))
-        if taken[: len(expected)] != expected:
-            yield f"{name}.{method} takes ({', '.join(expected)})"
-
-
-def _cache_differences(v1: Any) -> list[str]:
-    """Compare the shape that vLLM gives to a layer's cache with the shape that `split_cache` takes."""
-    if hasattr(v1.AttentionBackend, "get_kv_cache_shape"):
-        return []  # the backend chooses the shape
-    try:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layer_kv_cache_shape_bytes
-    except ImportError as error:
-        return [str(error)]
-    pages, slots, heads, dim = 5, 48, 3, 64  # all different, so that no two dimensions can be confused
-    spec = FullAttentionSpec(block_size=slots, num_kv_heads=heads, head_size=dim, dtype=torch.float16)
-    shape = tuple(compute_layer_kv_cache_shape_bytes(spec, pages))
-    expected = (pages, heads, slots, 2 * dim * torch.float16.itemsize)
-    return [] if shape == expected else [f"a cache of {shape} bytes where {expected} was expected"]
-
-
-def _check_spec(spec: Any) -> None:
-    """Raise NotImplementedError if a layer's cache cannot be read; `spec` is vLLM's AttentionSpec."""
-    keys, values = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
-    unsupported = {
-        f"dtype={spec.dtype}": spec.dtype != torch.float16,
-        f"head_size={keys} and head_size_v={values}": keys != values,
-    }
-    if refused := [name for name, is_set in unsupported.items() if is_set]:
-        raise NotImplementedError(
-            f"pasa's attention backend does not support a cache with {', '.join(refused)}: serve with --dtype float16, "
-            "or use another --attention-backend"
-        )
 
 
 def _kv_cache_shape(
@@ -403,7 +173,7 @@ def backend_class() -> type:
         Backend.get_kv_cache_shape = staticmethod(_kv_cache_shape)
         abc.update_abstractmethods(Backend)
     parts = {"AttentionBackend": Backend, "AttentionImpl": implementation, "AttentionMetadataBuilder": builder}
-    _refuse_unknown(v1, parts)
+    refuse_unknown(v1, parts)
     Backend.__name__ = Backend.__qualname__ = NAME
     return Backend
 
@@ -472,7 +242,7 @@ def _builder(v1: Any) -> type:
         reorder_batch_threshold = 1  # vLLM then puts single-token decodes first
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-            _check_spec(kv_cache_spec)
+            check_spec(kv_cache_spec)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PasaMetadata:
