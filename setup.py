@@ -78,9 +78,9 @@ setup(
     package_data={
         "pasa": ["py.typed"],
         "pasa.ops": ["**/README.md", "measured.json"],
-        "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json"],
+        "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json", "npu/results/*.json"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
-        "pasa.ascend_c": ["CMakeLists.txt", "README.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
+        "pasa.ascend_c": ["CMakeLists.txt", "*.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
     },
     install_requires=["torch>=2.6", "numpy>=1.24", "typer>=0.15"],  # typer (it brings rich): the command line alone
     extras_require={
@@ -93,7 +93,10 @@ setup(
         "longbench": LONGBENCH,
         "dev": DEV,
     },
-    entry_points={"console_scripts": ["pasa = pasa_cli:main"]},
+    entry_points={
+        "console_scripts": ["pasa = pasa_cli:main"],
+        "vllm.general_plugins": ["pasa = pasa.patching.vllm:plugin"],  # vLLM loads it in each of its processes
+    },
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),

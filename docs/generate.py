@@ -28,6 +28,7 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.stored import RESULTS, ROOT, pick, stored
 from pasa.eval.kit.tables import Table, markdown, percent
 from pasa.eval.models.diagnose import report as diagnose_report
+from pasa.eval.models.generation import report as generation
 from pasa.eval.models.longbench import report as longbench
 from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
@@ -192,6 +193,12 @@ def random_calls(name: str) -> str:
     return f"{calls.verdict(result)} {origin(result)}"
 
 
+def generate_model() -> str:
+    """Return what a whole model takes to generate, on each device where a run is stored."""
+    runs = [stored(name) for name in RESULTS if name.startswith("model on ")]
+    return "\n\n".join(map(generation.summary, runs)) or "Not measured yet: no run is stored."
+
+
 def npu_model() -> str:
     """Return precision allocations on an NPU, modelled; the page says what the names stand for."""
     result = stored("npu_model")
@@ -201,14 +208,17 @@ def npu_model() -> str:
 def npu_default() -> str:
     """Return the modelled speed of the default on an NPU, and its range if one rate of the model is off."""
     result = stored("npu_model")
-    name = npu.shown(result)[-1]
-    ratios = [each["ratio_overlap"] for each in pick(result["records"], allocation=name)]
-    changed = pick(result["sensitivity"], allocation=name)
-    low, high = min(each["lowest"] for each in changed), max(each["highest"] for each in changed)
+    said = []
+    for name, data in (("exact", "without anchors"), ("exact, anchors", "with anchors")):
+        ratios = [each["ratio_lazy"] for each in pick(result["records"], allocation=name)]
+        changed = pick(result["sensitivity"], allocation=name)
+        low, high = min(each["lowest_to_lazy"] for each in changed), max(each["highest_to_lazy"] for each in changed)
+        said.append(
+            f"{min(ratios):.2f} to {max(ratios):.2f} on keys {data} ({low:.2f} to {high:.2f} if one rate is off)"
+        )
     return (
-        f"Modelled with {name.removeprefix('exact ')} of its tiles kept in FP32, the default has {min(ratios):.2f} to "
-        f"{max(ratios):.2f} times the speed of FP32 scores ({low:.2f} to {high:.2f} if one rate of the model is 30 % "
-        f"off)."
+        f"Modelled, as times the speed of FP32 scores in the same kernel: {' and '.join(said)}. Tiles that have to be "
+        f"kept in FP32 make it slower."
     )
 
 
@@ -236,6 +246,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "longbench": block("longbench", longbench.precision_table, longbench.verdict),
     "longbench_fp16": block("longbench_fp16", longbench.precision_table, longbench.verdict),
     "throughput": block("throughput", throughput.table),
+    "generation": generate_model,
     "perplexity": block("perplexity", perplexity.table),
     "whole_gemma": block("whole_gemma", whole_model.tables, whole_model.verdict),
     "whole_amplified": block("whole_amplified", whole_model.tables, whole_model.verdict),
@@ -255,6 +266,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "npu_model": npu_model,
     "npu_default": npu_default,
     "npu_calibration": lambda: npu.series_table(stored("npu_model")).captioned(),
+    "npu_shares": lambda: npu.share_table(stored("npu_model")).captioned(),
     "npu_sensitivity": lambda: npu.sensitivity_table(stored("npu_model")).captioned(),
     "rounding": block("rounding", *BIASES, bias.verdict),
     "rounding_cost": lambda: cost.summary(stored("rounding_cost")),

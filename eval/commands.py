@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pasa
-from pasa.eval import doctor
+from pasa.eval import build_ascend, doctor
 from pasa.eval.accuracy import beta
 from pasa.eval.accuracy.gradients import run as gradients
 from pasa.eval.accuracy.rmse import run as rmse
@@ -16,10 +16,11 @@ from pasa.eval.accuracy.rounding_bias import cost
 from pasa.eval.accuracy.rounding_bias import run as bias
 from pasa.eval.check_device import forced
 from pasa.eval.check_device import run as check_device
+from pasa.eval.check_device.npu import run as check_npu
 from pasa.eval.kit.experiment import add_command
 from pasa.eval.models.diagnose import run as diagnose
+from pasa.eval.models.generation import run as generation
 from pasa.eval.models.longbench import run as longbench
-from pasa.eval.models.longbench import throughput
 from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
@@ -49,9 +50,11 @@ app = typer.Typer(
 bench = typer.Typer(name="bench", help="Accuracy, speed and cost of kernels.", no_args_is_help=True)
 evaluate = typer.Typer(name="eval", help="Models, random calls and studies of rounding.", no_args_is_help=True)
 PREDICT = replace(predict.EXPERIMENT, variants=(predict.PAPER_TABLES, soundness.EXPERIMENT, soundness.AUTO))
+add_command(app, doctor.EXPERIMENT)
+add_command(app, replace(check_device.EXPERIMENT, variants=(check_npu.EXPERIMENT,)))
 for _group, _modules in (
-    (app, (doctor, check_device, rescue)),
-    (bench, (beta, rmse, gradients, cost, counters, ring, watching, throughput)),
+    (app, (rescue,)),
+    (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
     (bench, (step, whole_model_speed, npu, overhead, choice_run)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
@@ -60,6 +63,7 @@ for _group, _modules in (
 add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
 add_command(app, to_fp16.EXPERIMENT)
+app.command("build-ascend", context_settings=build_ascend.SETTINGS)(build_ascend.build_ascend)
 add_command(bench, replace(speed.EXPERIMENT, variants=(random_run.EXPERIMENT, choice_run.GRID_EXPERIMENT)))
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)

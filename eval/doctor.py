@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from typing import Any
@@ -18,8 +17,11 @@ from pasa.eval.kit.output import environment
 from pasa.eval.kit.tables import Table
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.sdpa.fused import score_format
 from pasa.ops.backends import SDPA
+from pasa.ops.devices import npu_missing
+from pasa.ops.versions import package_version
 
 OPTIONAL = (
     *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
@@ -40,7 +42,7 @@ def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
         "guarantees": guarantees(),
         "backends": [status._asdict() for status in pasa.backends()],
         "cache_dir": {"path": str(envs.cache_dir()), "exists": envs.cache_dir().is_dir()},
-        "packages": {name: output.package_version(name) for name in OPTIONAL},
+        "packages": {name: package_version(name) for name in OPTIONAL},
         "variables": {
             name: {"value": str(envs.read(name)), "default": default} for name, (default, _) in envs.VARIABLES.items()
         },
@@ -55,11 +57,9 @@ def devices() -> dict[str, str | None]:
     names: dict[str, str | None] = {"cpu": environment()["processor"], "cuda": None, "npu": None}
     if torch.cuda.is_available():
         names["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    if importlib.util.find_spec("torch_npu") is not None:
-        import torch_npu
-
-        if torch_npu.npu.is_available():
-            names["npu"] = ", ".join(torch_npu.npu.get_device_name(i) for i in range(torch_npu.npu.device_count()))
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    if npu_missing() is None and npu is not None:
+        names["npu"] = ", ".join(npu.get_device_name(i) for i in range(npu.device_count()))
     return names
 
 
@@ -143,10 +143,15 @@ def kernels() -> dict[str, Any]:
 
 
 def ascend_c() -> dict[str, Any]:
-    """Return the library of the Ascend C kernels, why it cannot be called, and who would then serve an NPU here."""
-    server = registry.server("npu")
+    """Return the library of the Ascend C kernels, the versions it was built with and those that differ here.
+
+    Also return why it cannot be called, and who would then serve an NPU.
+    """
+    server, library = registry.server("npu"), envs.ascend_library()
     return {
-        "library": str(envs.ascend_library()),
+        "library": str(library),
+        "built_with": build_record.built_with(library) if library.is_file() else {},
+        "differences": build_record.differences(library) if library.is_file() else {},
         "why_not": npu_backend.library_error(),
         "fallback": None if server is None else server.name,
     }
@@ -179,10 +184,14 @@ def kernels_line(result: dict[str, Any]) -> str:
 
 
 def ascend_c_line(result: dict[str, Any]) -> str:
-    """Return whether the Ascend C kernels are built, or why not and who would serve in their place."""
-    if result["why_not"] is None:
-        return f"built: {result['library']}"
-    return f"cannot run: {result['why_not']}; an NPU here would be served by backend '{result['fallback']}'"
+    """Return whether the Ascend C kernels are built and with what, or why not and who would serve in their place."""
+    if result["why_not"] is not None:
+        return f"cannot run: {result['why_not']}; an NPU here would be served by backend '{result['fallback']}'"
+    versions = ", ".join(f"{name} {version}" for name, version in result["built_with"].items())
+    line = f"built: {result['library']}" + (f", with {versions}" if versions else "")
+    for name, (_, here) in result["differences"].items():
+        line += f"; but {name} {here} is installed: run `pasa build-ascend` again"
+    return line
 
 
 def verdict(checked: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 NO_PAGE_ANCHORS = ("3.7",)  # versions whose compiler fails on the kernel that reads the anchors of pages
 HOPPER = (9, 0)
 SM_100_SINCE = "3.8"  # the first version that compiles the kernels of prefill for sm_100 (B200)
+ASCEND_310P = "Ascend310P"  # begins the names of the chips of the Atlas 300I Duo and its kin: docs/ascend/310p.md
 
 
 def device_types() -> tuple[str, ...]:
@@ -34,6 +35,9 @@ def capability(*device: torch.device) -> str:
 
 def triton_missing() -> str | None:
     """Return why Triton kernels cannot run on this machine; None when they can."""
+    chip = npu_chip()
+    if chip.startswith(ASCEND_310P) and not envs.read("TRITON_INTERPRET"):
+        return f"Triton has no path to an {chip}"
     if importlib.util.find_spec("triton") is None:
         on_npu = npu_missing() is None
         return "triton-ascend is not installed" if on_npu else "triton is not installed (pip install '.[triton]')"
@@ -113,3 +117,9 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
+
+
+def npu_chip() -> str:
+    """Return the name of this machine's NPU, such as Ascend910B3 or Ascend310P3; empty if there is none."""
+    npu = getattr(torch, "npu", None)  # torch_npu adds it
+    return str(npu.get_device_name()) if npu is not None and npu.is_available() else ""

@@ -16,6 +16,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
         str(PACKAGE / "ascend_c" / "lib" / "libpasa_npu.so"),
         lambda text: Path(text).expanduser(),
     ),
+    "ASCEND_HOME_PATH": ("", str),  # CANN's own: the folder of CANN, set by its set_env.sh
     # Set by torchrun and accelerate launch. Of several processes, only rank 0 prints.
     "RANK": ("0", int),
     "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: interpret kernels
@@ -51,6 +52,17 @@ def ascend_build_script() -> Path:
 def ascend_library() -> Path:
     """Return the path of the library of the Ascend C kernels, whether or not it exists."""
     return _path("PASA_ASCEND_LIBRARY")
+
+
+def ascend_home() -> Path | None:
+    """Return the folder of CANN, or None where none is set up."""
+    home = str(read("ASCEND_HOME_PATH"))
+    return Path(home) if home else None
+
+
+def for_command(**variables: str) -> dict[str, str]:
+    """Return this process's environment with other variables, for a command that it starts."""
+    return os.environ | variables
 
 
 def _path(name: str) -> Path:

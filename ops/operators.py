@@ -63,7 +63,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
             if call.pages is not None:
                 pages.check_pages(call)
             out, lse, max_logits, counts = module.attend(call)
-            out, lse = out.contiguous(), lse.contiguous()
+            out, lse = call.laid_out(out), lse.contiguous()
         if max_logits is None:
             max_logits = _empty(lse.device, torch.float32).detach()
         if counts is None:
@@ -75,9 +75,10 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
         AttentionOptions(*arithmetic)  # only validates, as `choose` does for calls with data
         q = call.q
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
-        counts = q.new_empty((*heads, 6) if call.diagnose else (0,), dtype=torch.float64)
+        counts = q.new_empty((*heads, 7) if call.diagnose else (0,), dtype=torch.float64)
         max_logits = q.new_empty((call.sequences, q.shape[1]) if call.max_logits else (0,), dtype=torch.float32)
-        return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
+        out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if call.tokens_first else q.new_empty(q.shape)
+        return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
     text = f"({tensors}, Tensor? sinks=None, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(f"pasa::{name}", kernel, mutates_args=(), schema=text)

@@ -23,8 +23,8 @@ class AttentionRecord:
         Numbers of visible scores stored as infinity or NaN, and as +/-65504. With the exact recovery such a score is
         harmless, because it is so far below its row's maximum that its weight is 0 (README.md of the operator).
         Scores with a NaN or infinity of the input are not counted; they make the rows that see them NaN.
-    rescued_tiles, tiles : Tensor
-        Numbers of tiles kept in FP32, and of all tiles.
+    rescued_tiles, flushed_tiles, tiles : Tensor
+        Numbers of tiles kept in FP32, of tiles before which the output of earlier ones was rescaled, and of all tiles.
     """
 
     max_score_before: Tensor
@@ -32,6 +32,7 @@ class AttentionRecord:
     nonfinite: Tensor
     saturated: Tensor
     rescued_tiles: Tensor
+    flushed_tiles: Tensor
     tiles: Tensor
 
 
@@ -69,7 +70,7 @@ def recording() -> bool:
 
 
 def record(counts: Tensor) -> None:
-    """Add one call's table (B, Hq, 6) to the records of every open context."""
+    """Add one call's table (B, Hq, 7) to the records of every open context."""
     entry = AttentionRecord(*counts.unbind(-1))
     for records in _open:
         records.append(entry)

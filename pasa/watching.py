@@ -35,8 +35,8 @@ class LayerCounts:
         Rows with more than one score within 1e-3 nats of the row's largest (arXiv:2510.04212, section 4.1).
     runaway : int
         Rows whose largest score exceeds the largest score of the first 128 keys by more than 8 nats. For such rows the
-        FP16 tiles of the exact recovery are kept in FP32; beyond 11 nats the GPU kernels compute them again. Tiles are
-        not counted.
+        exact recovery keeps tiles in FP32 (from 6 nats on); beyond 11 nats the GPU kernels compute them again.
+        Tiles are not counted.
     scores : int
         Visible scores of the rows.
     saturated : int

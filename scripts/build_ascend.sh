@@ -1,17 +1,23 @@
 #!/usr/bin/env bash
 # Builds the Ascend C kernels where CANN and torch_npu are installed, and puts the library where pasa looks for it.
-# PYTHON names the interpreter that has pasa, torch and torch_npu; PASA_ASCEND_LIBRARY another place for the library;
-# BUILD another folder to build in. Arguments go to cmake, such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
+# `pasa build-ascend` calls it for the Python that runs pasa. PYTHON names the interpreter that has pasa, torch and
+# torch_npu; PASA_ASCEND_LIBRARY another place for the library; BUILD another folder to build in. Arguments go to cmake,
+# such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
+# SOC_VERSION, where it is set, must name a chip that the kernels are written for.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
 BUILD="${BUILD:-$ROOT/build/ascend_c}"
+LEAST_CANN=9.1 # 9.0 has neither ReduceRepeat nor SetSaturationFlag, nor have the first two betas of 9.1
 
 stop() {
   echo "build_ascend.sh: $1" >&2
   exit 1
 }
 
+soc="${SOC_VERSION:-ascend910b}"
+[[ "${soc,,}" == ascend910b* ]] ||
+  stop "no kernel was written for SOC_VERSION=$soc, only for Ascend910B1 to B4; 'pasa doctor' says what serves it"
 [[ -n "${ASCEND_HOME_PATH:-}" ]] ||
   stop "ASCEND_HOME_PATH is not set; source CANN's set_env.sh first, such as: source /usr/local/Ascend/cann/set_env.sh"
 [[ -d "$ASCEND_HOME_PATH" ]] || stop "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is not a folder"
@@ -27,9 +33,15 @@ for module in pasa torch torch_npu; do
     stop "$module is not installed for PYTHON=$PYTHON"
 done
 
+
+cann="$(ask 'from pasa.ops.attention.ascend import build_record; print(build_record.cann_version() or "")')"
+if [[ -n "$cann" && "$(printf '%s\n' "$LEAST_CANN" "$cann" | sort -V | head -n 1)" != "$LEAST_CANN" ]]; then
+  stop "CANN $cann has no ReduceRepeat and no SetSaturationFlag, which the kernels call; install CANN $LEAST_CANN or newer"
+fi
+record="$(ask 'from pasa.ops.attention.ascend import build_record; print(build_record.record())')"
 library="$(ask 'from pasa.ops import envs; print(envs.ascend_library())')"
-cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" "$@"
+cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" -DPASA_BUILD_RECORD="$record" "$@"
 cmake --build "$BUILD" --parallel
 install -D "$BUILD/libpasa_npu.so" "$library.new"
 mv "$library.new" "$library" # in one step: whoever loads it finds it whole
-echo "built $library; 'pasa doctor' shows whether it loads"
+echo "built $library for ${record:-unknown versions}; 'pasa doctor' shows whether it loads"

@@ -52,15 +52,15 @@ def specks(keys: int, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     return (q * 2.0**-20).half(), (k * 2.0**-20).half(), v.half()
 
 
-def sunken(block_k: int, dim: int = 16, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Equal scores in two blocks, all 2,000,000 units below those of the blocks' anchors; values 1, then 0.
+def sunken(block_k: int, dim: int = 16, rows: int = 1, blocks: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal scores in all blocks, all 2,000,000 units below those of the blocks' anchors; values 1, then 0.
 
     Of three columns each key has one a spacing of FP16 lower. Columns have fewer than half of these, so that the mean
     on FP16's grid is the upper number. A reference of two FP16 numbers does not reach down to the scores.
     """
-    q, k, v = (torch.zeros(1, 1, n, dim, dtype=torch.float16) for n in (rows, 2 * block_k, 2 * block_k))
+    q, k, v = (torch.zeros(1, 1, n, dim, dtype=torch.float16) for n in (rows, blocks * block_k, blocks * block_k))
     q[..., :3], k[..., :3] = 65504.0, 40032.0
-    keys = torch.arange(2 * block_k)
+    keys = torch.arange(blocks * block_k)
     k[:, :, keys, keys % 3] = 40000.0
     v[:, :, :block_k] = 1.0
     return q, k, v

@@ -59,15 +59,18 @@ class Pages(NamedTuple):
         queries = range(len(self.lengths) + 1) if self.cu_q is None else self.cu_q.tolist()
         return list(queries), [0, *self.lengths.cumsum(0).tolist()]
 
-    def golden(self, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp in FP64, sequence by sequence; 0 and -inf where there is no key."""
+    def golden(self, is_causal: bool = False, **how) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp in FP64, sequence by sequence; 0 and -inf where there is no key.
+
+        how: further arguments of `golden_attention`.
+        """
         out, lse = torch.zeros(self.q.shape).double(), torch.full(self.q.shape[:2], -torch.inf).double()
         queries, keys = self.edges
         for b, n in enumerate(self.lengths.tolist()):
             rows, span = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
             if n and rows.start < rows.stop:
                 heads_first = [x.transpose(0, 1)[None] for x in (self.q[rows], self.k[span], self.v[span])]
-                one, one_lse = pasa.golden_attention(*heads_first, is_causal=is_causal)
+                one, one_lse = pasa.golden_attention(*heads_first, is_causal=is_causal, **how)
                 out[rows], lse[rows] = one[0].transpose(0, 1), one_lse[0].T
         return out, lse
 

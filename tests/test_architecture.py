@@ -95,7 +95,7 @@ FAMILIES = [path.parent.name for path in TRITON_FOLDER.glob("*/__init__.py")]
 SHARED = tuple(
     f"{TRITON}.{path.stem}" for path in TRITON_FOLDER.glob("*.py") if path.stem not in ("__init__", "backend")
 )
-BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs")
+BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs", "pasa.ops.versions")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
 SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
 HOST = ("pasa.ops.devices", "pasa.ops.plans")
@@ -104,6 +104,7 @@ MAY_IMPORT = {
     "pasa.ops.packed": (),
     "pasa.ops.notices": (),
     "pasa.ops.envs": (),
+    "pasa.ops.versions": (),
     "pasa.ops.dispatch": ("pasa.ops.plans",),
     "pasa.ops.devices": BASE,
     "pasa.ops.plans": ("pasa.ops.devices",),
@@ -116,7 +117,7 @@ MAY_IMPORT = {
     **dict.fromkeys(SHARED, (*SPEC, *SHARED, *HOST)),
     f"{TRITON}.c_launcher": ("pasa.ops.devices",),
     TRITON: (*SPEC, *HOST),
-    "pasa.ops.attention.ascend": SPEC,
+    "pasa.ops.attention.ascend": (*SPEC, "pasa.ops.devices"),
     "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.devices", "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
     "pasa.ops.measured": (),

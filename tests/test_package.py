@@ -118,16 +118,14 @@ main(sys.argv[1:])
     assert "Self check passed" in run(installed, "-c", program, "doctor")
 
 
-def test_installed_package_holds_the_build_script_that_its_messages_name(installed, tmp_path):
-    """The installed package holds the build script that its messages name.
+def test_installed_package_builds_the_ascend_c_kernels(installed, tmp_path):
+    """The installed package holds all that `pasa build-ascend` needs, which its messages name.
 
     Story: wheel and source distribution had the kernels' sources, and a message that named a script of the
-    repository. Here the script runs as installed, with a fake cmake that only records its arguments.
+    repository. Here the command runs as installed, with a fake cmake that only records its arguments.
     """
     message = run(installed, "-c", "from pasa.ops.attention.ascend import backend; print(backend.library_error())")
-    script = Path(re.search(r"build it with (\S+) where CANN is installed", message)[1])
-    assert script.is_relative_to(installed)
-    assert script.is_file()
+    assert "run `pasa build-ascend` where CANN is installed" in message
     for name, text in (
         ("bin/cmake", '#!/bin/sh\necho "$@" >> "$NOTES"\nmkdir -p "$BUILD"\ntouch "$BUILD/libpasa_npu.so"\n'),
         ("site/torch_npu.py", ""),
@@ -138,18 +136,23 @@ def test_installed_package_holds_the_build_script_that_its_messages_name(install
     env = os.environ | {
         "PYTHONPATH": f"{installed}:{tmp_path / 'site'}",
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
+        "PYTHONSAFEPATH": "1",
         "ASCEND_HOME_PATH": str(tmp_path),
         "BUILD": str(tmp_path / "build"),
         "NOTES": str(tmp_path / "notes"),
     }
-    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pasa.eval.cli", "build-ascend", "-DCMAKE_BUILD_TYPE=Debug"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    sources = Path(re.search(r"-S (\S+)", (tmp_path / "notes").read_text())[1])
+    notes = (tmp_path / "notes").read_text()
+    sources = Path(re.search(r"-S (\S+)", notes)[1])
     assert (sources / "CMakeLists.txt").is_file()
     assert sources.is_relative_to(installed)
+    assert f"-DPython3_EXECUTABLE={sys.executable}" in notes
+    assert "-DCMAKE_BUILD_TYPE=Debug" in notes
+    assert (installed / "pasa/ascend_c/lib/libpasa_npu.so").is_file()
     library = installed / "pasa" / "ascend_c" / "lib" / "libpasa_npu.so"
-    assert done.stdout.startswith(f"built {library};")
+    assert done.stdout.startswith(f"built {library} for torch=")
     library.unlink()
 
 

@@ -19,9 +19,10 @@ BLOCK = 128
 # and 8 more join scores, offset and maximum, at 7 units each. That makes 30 D + 17 + 24 * 7 units, which is less
 # than 32 (D + 40) for every D.
 SUMS = 32
-# REACH: nats between a key's score and its tile's reference, in addition to those between it and the largest. A
-# reference is within 8 nats of its tile's largest score; 1 more leaves room for the reference's own rounding.
-REACH = 9.0
+# REACH: nats between a key's score and its tile's reference, in addition to those between it and the largest. No
+# score is stored more than 6 nats above its reference, and no reference stands more than 6 nats above the row's largest
+# score; 1 more leaves room for the reference's own rounding, and for 2^-14 nats that are not subtracted.
+REACH = 7.0
 # The bound, in errors of attention in FP32; the reference and the interpreter use half of it.
 FP32 = 8.0
 

@@ -16,9 +16,16 @@
 #include <tuple>
 
 #include "../tiling/plan.h"
+#include "enqueue.h"
 #include "launch.h"
-#include "torch_npu/csrc/core/npu/NPUStream.h"
-#include "torch_npu/csrc/framework/OpCommand.h"
+
+#ifndef PASA_BUILD_RECORD
+#define PASA_BUILD_RECORD ""
+#endif
+
+// The versions that this library was built with, for who reads the file before loading it
+// (ops/attention/ascend/build_record.py).
+extern "C" __attribute__((used, visibility("default"))) const char pasa_build_record[] = "pasa-build:" PASA_BUILD_RECORD;
 
 namespace pasa {
 namespace {
@@ -86,20 +93,6 @@ Chip ChipOf(const Tensor& x)
 }
 
 // ---- launches
-
-// Through torch_npu's own queue: tensors may still wait there to be made, and a launch past it would overtake them.
-template <typename Launch>
-void Enqueue(const char* name, const Launch& launch)
-{
-    const aclrtStream stream = c10_npu::getCurrentNPUStream().stream(false);
-    at_npu::native::OpCommand command;
-    command.Name(name);
-    command.SetCustomHandler([launch, stream]() -> int {
-        launch(stream);
-        return 0;
-    });
-    command.Run();
-}
 
 void* Pointer(const Tensor& x) { return x.data_ptr(); }
 void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
@@ -226,12 +219,6 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
         "bool is_causal, float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16) "
         "-> (Tensor, Tensor)");
 }
-
-#ifdef PASA_CPU_TWIN
-#define PASA_DEVICE CPU
-#else
-#define PASA_DEVICE PrivateUse1
-#endif
 
 TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)
 {

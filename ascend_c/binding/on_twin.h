@@ -4,9 +4,11 @@
 #include <cstring>
 
 #include "../kernel/pasa_attention.h"
+#include "../kernel/probes.h"
 #include "../kernel/shift_exact.h"
 #include "../kernel/shift_paper.h"
 #include "launch.h"
+#include "probes.h"
 
 namespace pasa {
 
@@ -106,6 +108,37 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     return memory.Launch("pasa_attention", cores, t.saturates != 0, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         exact ? PasaAttention<true>(given, t) : PasaAttention<false>(given, t);
+    });
+}
+
+inline twin::Report ProbeVectorOnTwin(const VectorProbePointers& p, uint32_t probe, uint32_t count, bool saturates,
+                                      twin::Options options = {})
+{
+    TwinMemory memory;
+    VectorProbeArguments given{};
+    given.x = memory.Input<float>("x", p.x, count);
+    given.y = memory.Input<float>("y", p.y, count);
+    given.z = memory.Output<float>("z", p.z, count);
+    options.shape = twin::Shape::aiv_only;
+    return memory.Launch("probe_vector", 1, saturates, options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+        ProbeVector(given, probe, count, saturates);
+    });
+}
+
+inline twin::Report ProbeProductOnTwin(const ProductProbePointers& p, uint32_t m, uint32_t n, uint32_t k,
+                                       twin::Options options = {})
+{
+    TwinMemory memory;
+    ProductProbeArguments given{};
+    given.a = memory.Input<half>("a", p.a, size_t{m} * k);
+    given.b = memory.Input<half>("b", p.b, size_t{n} * k);
+    given.stale = memory.Input<half>("stale", p.stale, size_t{kTileRows} * k);
+    given.c = reinterpret_cast<GM_ADDR>(memory.Scratch<float>("c", p.c, size_t{3} * kTileRows * kBlockKeys));
+    options.shape = twin::Shape::aic_only;
+    return memory.Launch("probe_product", 1, false, options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIC_ONLY);
+        ProbeProduct(given, m, n, k);
     });
 }
 

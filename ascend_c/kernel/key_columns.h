@@ -37,23 +37,13 @@ public:
     __aicore__ inline Row Mean() const { return Columns(kMean); }
     __aicore__ inline Row Anchor() const { return Columns(kAnchor); }
 
-    // What the anchor leaves of the mean, as far as FP16 reaches.
+    // What the anchor leaves of the mean. Of finite keys FP16 holds both: the mean itself, or half a step of the grid.
     __aicore__ inline Row Residual(RowMath& math)
     {
         const Row residual = Columns(kScratch);
         math.Subtract(residual, Mean(), Anchor());
         AscendC::PipeBarrier<PIPE_V>();
-        Clamp(residual, residual, math);
         return residual;
-    }
-
-    // As far as FP16 reaches.
-    __aicore__ inline void Clamp(const Row& to, const Row& from, RowMath& math)
-    {
-        math.AtMost(to, from, kHalfLargest);
-        AscendC::PipeBarrier<PIPE_V>();
-        math.AtLeast(to, to, -kHalfLargest);
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
@@ -170,12 +160,12 @@ public:
         float largest = 0.0f;
         for (uint32_t first = 0; first < total; first += kTrial) {
             uint32_t count = Least(kTrial, total - first);
-            AscendC::Muls(trial, differences[first], static_cast<half>(unit), count);
+            AscendC::Muls(trial, differences[first], ToHalf(unit), count);
             AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Muls(trial, trial, static_cast<half>(1.0f / once), count);
+            AscendC::Muls(trial, trial, ToHalf(1.0f / once), count);
             AscendC::PipeBarrier<PIPE_V>();
             if (once > unit) {
-                AscendC::Muls(trial, trial, static_cast<half>(once / unit), count);
+                AscendC::Muls(trial, trial, ToHalf(once / unit), count);
                 AscendC::PipeBarrier<PIPE_V>();
             }
             AscendC::Sub(trial, trial, differences[first], count);

@@ -40,49 +40,75 @@ struct Factors {
 
 class Multiplier {
 public:
+    using Operand = AscendC::LocalTensor<half>;
+
     __aicore__ inline explicit Multiplier(AscendC::TPipe& pipe)
     {
         pipe.InitBuffer(left_, 2, kHalfL0);
         pipe.InitBuffer(right_, 2, kHalfL0);
     }
 
-    __aicore__ inline void Multiply(const AscendC::LocalTensor<float>& c, const AscendC::LocalTensor<half>& a,
-                                    const AscendC::LocalTensor<half>& b, const Factors& f)
+    __aicore__ inline void Multiply(const AscendC::LocalTensor<float>& c, const Operand& a, const Operand& b,
+                                    const Factors& f)
     {
-        AscendC::LocalTensor<half> left = left_.AllocTensor<half>();
-        LoadLeft(left, a, f);
-        left_.EnQue(left);
-        AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
-        f.keys_are_rows ? LoadRows(right, b, f) : LoadColumns(right, b, f);
-        right_.EnQue(right);
-        Contract(c, f);
+        Operand left = TakeLeft(a, f.m, f.k);
+        Operand right = TakeRight(b, f);
+        Contract(c, left, right, f);
+        FreeRight(right);
+        FreeLeft(left);
     }
 
     // C (m, n) += A (m, 16) B, where all of B is one number.
-    __aicore__ inline void AddMultiple(const AscendC::LocalTensor<float>& c, const AscendC::LocalTensor<half>& a,
-                                       half number, uint32_t m, uint32_t n)
+    __aicore__ inline void AddMultiple(const AscendC::LocalTensor<float>& c, const Operand& a, half number, uint32_t m,
+                                       uint32_t n)
     {
-        const Factors f{m, n, kFractal, true, true};
-        AscendC::LocalTensor<half> left = left_.AllocTensor<half>();
-        LoadLeft(left, a, f);
+        Operand left = TakeLeft(a, m, kFractal);
+        Operand right = TakeNumber(number, kFractal, n);
+        Contract(c, left, right, Factors{m, n, kFractal, true, true});
+        FreeRight(right);
+        FreeLeft(left);
+    }
+
+    // Operands in L0A and L0B, for any number of products until they are freed.
+    __aicore__ inline Operand TakeLeft(const Operand& a, uint32_t m, uint32_t k)
+    {
+        Operand left = left_.AllocTensor<half>();
+        LoadLeft(left, a, m, k);
         left_.EnQue(left);
-        AscendC::LocalTensor<half> right = right_.AllocTensor<half>();
+        return left_.DeQue<half>();
+    }
+    __aicore__ inline Operand TakeRight(const Operand& b, const Factors& f)
+    {
+        Operand right = right_.AllocTensor<half>();
+        f.keys_are_rows ? LoadRows(right, b, f) : LoadColumns(right, b, f);
+        right_.EnQue(right);
+        return right_.DeQue<half>();
+    }
+    // A right operand (k, n) all of whose elements are one number.
+    __aicore__ inline Operand TakeNumber(half number, uint32_t k, uint32_t n)
+    {
+        Operand right = right_.AllocTensor<half>();
         AscendC::InitConstValueParams<half> p;
         p.repeatTimes = 1;
-        p.blockNum = Fractals(n);
+        p.blockNum = Fractals(k) * Fractals(n);
         p.dstGap = 0;
         p.initValue = number;
         AscendC::Fill(right, p);
         right_.EnQue(right);
-        Contract(c, f);
+        return right_.DeQue<half>();
+    }
+    __aicore__ inline void FreeLeft(Operand& left) { left_.FreeTensor(left); }
+    __aicore__ inline void FreeRight(Operand& right) { right_.FreeTensor(right); }
+
+    // Return rows of a left operand from a multiple of 16 on.
+    static __aicore__ inline Operand RowsFrom(const Operand& left, uint32_t first, uint32_t k)
+    {
+        return left[first * Fractals(k) * kFractal];
     }
 
-private:
-    // Of the operands that were queued.
-    __aicore__ inline void Contract(const AscendC::LocalTensor<float>& c, const Factors& f)
+    __aicore__ inline void Contract(const AscendC::LocalTensor<float>& c, const Operand& left, const Operand& right,
+                                    const Factors& f)
     {
-        AscendC::LocalTensor<half> left = left_.DeQue<half>();
-        AscendC::LocalTensor<half> right = right_.DeQue<half>();
         AscendC::MmadParams p;
         p.m = f.m;
         p.n = f.n;
@@ -90,29 +116,26 @@ private:
         p.cmatrixInitVal = !f.adds;
         if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals) AscendC::PipeBarrier<PIPE_M>();
         AscendC::Mmad(c, left, right, p);
-        left_.FreeTensor(left);
-        right_.FreeTensor(right);
     }
 
+private:
     static __aicore__ inline uint32_t Fractals(uint32_t elements) { return DivideUp(elements, kFractal); }
 
     // L0A wants rows of fractals, each along k.
-    static __aicore__ inline void LoadLeft(const AscendC::LocalTensor<half>& left,
-                                           const AscendC::LocalTensor<half>& a, const Factors& f)
+    static __aicore__ inline void LoadLeft(const Operand& left, const Operand& a, uint32_t m, uint32_t k)
     {
         AscendC::LoadData2DParams p;
-        p.repeatTimes = Fractals(f.k);
+        p.repeatTimes = Fractals(k);
         p.srcStride = kTileRows / kFractal;
         p.ifTranspose = false;
-        for (uint32_t row = 0; row < Fractals(f.m); ++row) {
+        for (uint32_t row = 0; row < Fractals(m); ++row) {
             p.startIndex = row;
-            AscendC::LoadData(left[row * Fractals(f.k) * kFractal * kFractal], a, p);
+            AscendC::LoadData(left[row * Fractals(k) * kFractal * kFractal], a, p);
         }
     }
 
     // L0B wants, for each 16 of k, fractals along n, in which n is the row.
-    static __aicore__ inline void LoadRows(const AscendC::LocalTensor<half>& right,
-                                           const AscendC::LocalTensor<half>& b, const Factors& f)
+    static __aicore__ inline void LoadRows(const Operand& right, const Operand& b, const Factors& f)
     {
         AscendC::LoadData2DParams p;
         p.repeatTimes = Fractals(f.n);
@@ -124,8 +147,7 @@ private:
         }
     }
 
-    static __aicore__ inline void LoadColumns(const AscendC::LocalTensor<half>& right,
-                                              const AscendC::LocalTensor<half>& b, const Factors& f)
+    static __aicore__ inline void LoadColumns(const Operand& right, const Operand& b, const Factors& f)
     {
         AscendC::LoadData2DParams p;
         p.repeatTimes = Fractals(f.n);

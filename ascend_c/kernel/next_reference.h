@@ -9,8 +9,7 @@ namespace pasa {
 // round the sums that the reference enters too coarsely for scores near 0, which the row may still see.
 constexpr float kFarthest = 0x1p11f;
 
-// Computes the reference in steps, each followed by a barrier. They alternate with steps of the softmax, so that one
-// barrier serves both.
+// Computes the reference in steps, each followed by a barrier.
 class NextReference {
 public:
     using Row = RowMath::Row;
@@ -25,20 +24,17 @@ public:
         HalfTile term, spread, out;
     };
 
-    // The reference of a first tile is already in `rho`: a guess, which may be far above all scores that a row sees.
-    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool is_guess)
+    // A guess may be far above all scores that a row sees. That of a first tile is already in `rho`: `is_made`.
+    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool is_guess, bool is_made)
         : p_(places),
           all_(0, rows),
           repeats_(DivideUp(rows, kFloatBlock)),
           factor_(factor),
-          step_(is_guess ? 2 : 0)
+          step_(is_made ? 2 : 0)
     {
         if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
         if (is_guess) highest_ = -lowest_;
     }
-    // No reference: there is no next tile.
-    __aicore__ inline NextReference() : all_(0, 0), step_(kSteps) {}
-
     __aicore__ inline HalfTile Out() const { return p_.out; }
     __aicore__ inline bool IsDone() const { return step_ >= kSteps; }
 

@@ -172,6 +172,12 @@ __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t
 
 constexpr float kHalfLargest = 65504.0f;
 
+// A scalar as FP16. The scalar unit rounds to odd, so this is for numbers that FP16 holds.
+__aicore__ inline half ToHalf(float scalar)
+{
+    return AscendC::Cast<float, half, AscendC::RoundMode::CAST_ODD>(scalar);
+}
+
 // A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row. Rows are `stride`
 // blocks apart.
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,

@@ -64,7 +64,7 @@ private:
             StoreAnchor(head, block, first, width);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
-        AscendC::Muls(out, out, static_cast<half>(unit), static_cast<int32_t>(count * t_.dim));
+        AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
         AscendC::DataCopy(keys_[KeyRow(head, block) * t_.dim], out, count * t_.dim);

@@ -12,6 +12,8 @@ struct LaneTask {
     uint32_t steps = 0;  // key blocks that some row sees
     // Rows that the units compute: with one row Mmad would read its operand as a plain vector, so a row has a twin.
     __aicore__ inline uint32_t Computed() const { return Largest(rows, 2); }
+    // The same where each half of the tile is multiplied on its own.
+    __aicore__ inline uint32_t Twinned() const { return rows == kHalfRows + 1 ? rows + 1 : Computed(); }
 };
 
 // The tiles of a group that share keys.

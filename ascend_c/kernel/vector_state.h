@@ -17,11 +17,12 @@ protected:
     using HalfTile = AscendC::LocalTensor<half>;
     using FloatTile = AscendC::LocalTensor<float>;
 
-    // Numbers of rows. Those of a lane come first, once for each lane.
+    // Numbers of rows. Those of a lane come first, once for each lane. The exact recovery has one lane, and its last two
+    // are those of blocks with an even and an odd number.
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows,
-        kFramed = kKeep,   // before weights are made
+        kGap = kHere, kAhead = kRowSum, kReached = kKeep,  // before weights are made
         kCarried = kThird  // until the next reference has its second term
     };
 
@@ -32,6 +33,8 @@ protected:
     {
         return values_[(lane * kLaneRows + row) * kHalfRows];
     }
+    // Exact: q.f_j in nats of a block with an even or an odd number, in the place of a second lane.
+    __aicore__ inline Row Framed(uint32_t slot) const { return Number(1, slot == 0 ? kMaximum : kSum); }
     __aicore__ inline FloatTile Output(uint32_t lane)
     {
         return output_buffer_.Get<float>()[lane * kHalfRows * t_.dim];
@@ -73,6 +76,7 @@ protected:
             weights_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.weights) + tile);
             product_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.product) +
                                         skipped_ * tiling.dim);
+            sums_[i].SetGlobalBuffer(reinterpret_cast<__gm__ float*>(at + tiling.lane.sums) + skipped_ * kFractal);
             reference_[i].SetGlobalBuffer(reinterpret_cast<__gm__ half*>(at + tiling.lane.reference) +
                                           skipped_ * kFractal);
             verdict_[i].SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(at + tiling.lane.verdict) +
@@ -112,13 +116,13 @@ protected:
     const AttentionTiling& t_;
     Tasks tasks_;
     uint32_t skipped_;      // rows of a tile before this core's
-    float factor_[kLanes];  // exact: from units of the tile to nats
+    float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<float> lse_, units_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
-    AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], offsets_[kLanes];
+    AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
-    AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_;
+    AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_, sums_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
         half_row_buffer_, work_buffer_, mean_work_buffer_;
@@ -141,6 +145,7 @@ private:
         pipe.InitBuffer(work_buffer_, kReduction * sizeof(float));
         if (exact) {
             pipe.InitBuffer(offset_in_, 1, 2 * kHalfRows * sizeof(float) + kBlockBytes);
+            pipe.InitBuffer(sums_in_, 1, kHalfRows * kFractal * sizeof(float));
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
             pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));
         } else {

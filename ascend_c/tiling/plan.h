@@ -37,7 +37,8 @@ constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
     w.wide = w.scores + kTileRows * kBlockKeys * 2;
     w.weights = w.wide + kTileRows * kBlockKeys * 4;
     w.product = w.weights + kTileRows * kBlockKeys * 2;
-    w.reference = w.product + uint64_t{kTileRows} * dim * 4;
+    w.sums = w.product + uint64_t{kTileRows} * dim * 4;
+    w.reference = w.sums + kTileRows * kFractal * 4;
     w.verdict = w.reference + kTileRows * kFractal * 2;
     w.offsets = w.verdict + 512;
     w.bytes = RoundUp<uint64_t>(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
@@ -83,17 +84,16 @@ inline void CheckShape(const Shape& s)
 }
 
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
-constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes)
+constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes, bool exact)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = 15 * kKiB;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 18368 : 15744;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
-// Bytes of L1 that the cube core takes: cube_side.h. The exact recovery takes more.
-constexpr uint64_t L1Bytes(uint32_t dim, uint32_t lanes)
+// Bytes of L1 that the cube core takes: exact_cube.h, and paper_cube.h, which takes less.
+constexpr uint64_t L1Bytes(uint32_t dim)
 {
-    return 2 * (lanes * kTileRows * dim + 4 * kBlockKeys * dim +
-                2 * kTileRows * kBlockKeys + kTileRows * kFractal);
+    return 2 * (kTileRows * dim + 6 * kBlockKeys * dim + kTileRows * kBlockKeys + 2 * kTileRows * kFractal);
 }
 
 // The excess of columns of one sign over the other that flags a row: 4.25 sigma (ops/numerics/dither.py).
@@ -115,8 +115,9 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.keys = shape.keys;
     t.dim = shape.dim;
     t.blocks = DivideUp(shape.keys, kBlockKeys);
-    t.lanes = UnifiedBytes(shape.dim, kLanes) <= chip.unified_buffer ? kLanes : 1;
-    Require(UnifiedBytes(shape.dim, t.lanes) <= chip.unified_buffer && L1Bytes(shape.dim, t.lanes) <= chip.l1,
+    t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
+    t.resident = shape.dim <= kChunk;
+    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.causal = settings.causal;
     t.saturates = settings.saturates;

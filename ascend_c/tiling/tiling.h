@@ -20,14 +20,16 @@ constexpr uint32_t kWaveColumns = 64;  // most columns of a row that unbiased ro
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
-// A lane's workspace, in bytes from its start. Every part starts at a multiple of 512.
+// A lane's workspace, in bytes from its start. Every part starts at a multiple of 512. The exact recovery has one lane,
+// and uses the second workspace for blocks with an odd number.
 struct LaneWorkspace {
     uint64_t scores;     // FP16 (128, 128), S'
     uint64_t wide;       // FP32 (128, 128), a rescued S'
     uint64_t weights;    // FP16 (128, 128), P
     uint64_t product;    // FP32 (128, D), P V
+    uint64_t sums;       // FP32 (128, 16), exact: row sums of P, each 16 times
     uint64_t reference;  // FP16 (128, 16): rho, its high term in even columns, its low term in odd ones
-    uint64_t verdict;    // int32 (2, 8): not 0 if a vector core needs the tile in FP32
+    uint64_t verdict;    // int32 (2, 8), exact: what a vector core wants of the cube core
     uint64_t offsets;    // FP32 (2 blocks, 128): products of the anchor rows and the queries
     uint64_t bytes;
 };
@@ -40,7 +42,8 @@ struct AttentionTiling {
     uint32_t keys;
     uint32_t dim;     // a multiple of 16
     uint32_t blocks;  // of keys
-    uint32_t lanes;   // 1 where the outputs of two tiles do not fit into the unified buffer
+    uint32_t lanes;   // query tiles in turn: 2, or 1 where their outputs do not fit, and in the exact recovery
+    uint32_t resident;  // exact: products add up in L0C, which holds 128 columns
     uint32_t causal;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all

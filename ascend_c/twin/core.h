@@ -223,6 +223,9 @@ struct Launch {
     }
 };
 
+// Whether this launch is to deviate from what the twin assumes of a device.
+inline bool deviates(Deviation how) { return launch->options.deviation == how; }
+
 inline Core& core()
 {
     if (current == nullptr) {

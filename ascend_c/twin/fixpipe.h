@@ -76,7 +76,7 @@ void fixpipe(const Span& dst, const Span& src, const AscendC::FixpipeParamsV220&
     if (p.unitFlag != 0) op.unit_flag();
     const FixpipeShape s{p.nSize.full(),
                          p.mSize.full(),
-                         p.srcStride.full(),
+                         deviates(Deviation::fixpipe_rows) ? up_to(p.mSize.full(), 16) : p.srcStride.full(),
                          p.dstStride.full(),
                          row_major ? p.ndNum.full() : 1,
                          p.srcNdStride.full(),

@@ -1,5 +1,5 @@
-// Exp and Ln: correctly rounded (the double function is rounded once), with an optional error of one unit in the last
-// place, because nothing public gives the bits of the device's own.
+// Exp and Ln: correctly rounded (the double function is rounded once). Nothing public gives the bits of the device's
+// own, so they can err by one unit in the last place, and take subnormal numbers for 0.
 #pragma once
 
 #include <cmath>
@@ -42,17 +42,28 @@ float jittered(float result, float input, uint64_t seed)
     }
 }
 
+// Zero in place of a subnormal number of T.
+template <typename T>
+float flushed(float x)
+{
+    constexpr float smallest_normal = std::is_same_v<T, half> ? 0x1p-14f : 0x1p-126f;
+    return std::fabs(x) < smallest_normal ? std::copysign(0.0f, x) : x;
+}
+
 template <typename T>
 struct Function {
     double (*exact)(double);
     const HalfTable* table;
     bool jitter = false;
+    bool flush = false;
     uint64_t seed = 0;
 
     float operator()(float x) const
     {
-        const float y = std::is_same_v<T, half> ? (*table)(x) : static_cast<float>(exact(x));
-        return jitter ? jittered<T>(y, x, seed) : y;
+        if (flush) x = flushed<T>(x);
+        const float rounded = std::is_same_v<T, half> ? (*table)(x) : static_cast<float>(exact(x));
+        const float y = jitter ? jittered<T>(rounded, x, seed) : rounded;
+        return flush ? flushed<T>(y) : y;
     }
 };
 

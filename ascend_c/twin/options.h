@@ -14,6 +14,24 @@ enum class Mode {
 
 enum class Overflow { inf_nan, saturate };
 
+// What a device may do otherwise than the twin assumes, for tests of probes that have to notice it. Numbers may be wrong.
+enum class Deviation {
+    none,
+    exp,            // results off by up to one unit in the last place
+    ln,
+    div,            // results one unit in the last place larger
+    sum_order,      // Mmad adds from the last product to the first
+    tail_rows,      // NaN in rows of a fractal beyond the matrix reaches the first row of a product
+    fixpipe_rows,   // Fixpipe takes the rows that are stored for those that the accumulator has
+    fill,           // Fill leaves half of the blocks out
+    overflow_mode,  // SetSaturationFlag does nothing
+    integers,       // products of int32_t have the digits of float
+    compare_bits,   // bits of a comparison are stored with the highest first
+    compare_nan,    // NaN is below every number
+    accumulator,    // a product changes the accumulator that was written before it
+    scalar_cache,   // DataCacheCleanAndInvalid does nothing
+};
+
 enum class Shape { mix_1_2, aiv_only, aic_only };  // what one block is: a cube core with two vector cores, or one core
 
 struct Options {
@@ -22,8 +40,12 @@ struct Options {
     Shape shape = Shape::mix_1_2;
     Overflow overflow = Overflow::inf_nan;  // what CTRL[48] holds when the kernel starts (torch_npu sets inf_nan)
     bool jitter = false;                    // Exp and Ln off by -1, 0 or +1 ulp, by seed and input
+    // Exp and Ln take subnormal numbers for 0, and give 0 in place of them. That is documented for Ascend 950 (pages
+    // "Exp" and "Ln"). The guide from 2201 to 3510 calls it a change, so an A2 should keep them. Kernels must not care.
+    bool flush_subnormals = false;
     bool strict_vector = true;              // V after V needs PipeBarrier<PIPE_V>, although the compiler can insert it
     bool asc_reserved_ubuf = true;  // false: --cce-disable-asc-reserved-ubuf, 8 KiB more UB and no Select
+    Deviation deviation = Deviation::none;
     uint32_t switch_one_in = 8;     // another core may run at any call, with this chance
     ChipFacts chip;
 };

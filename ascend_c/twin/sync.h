@@ -245,7 +245,8 @@ template <SaturationMode mode>
 void SetSaturationFlag(bool enableSat, Here here = Here::now())
 {
     static_assert(mode == SaturationMode::FLOAT, "the twin emulates SaturationMode::FLOAT only");
-    twin::begin_call("SetSaturationFlag", twin::Pipe::S, here).saturate = enableSat;
+    twin::Core& c = twin::begin_call("SetSaturationFlag", twin::Pipe::S, here);
+    if (!twin::deviates(twin::Deviation::overflow_mode)) c.saturate = enableSat;
 }
 template <SaturationMode mode>
 bool GetSaturationFlag(Here here = Here::now())

@@ -216,6 +216,7 @@ void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, Here here = Here::now(
                   "the twin keeps the cache consistent with GM only");
     twin::Instruction op("DataCacheCleanAndInvalid", twin::Pipe::S, here);
     op.lies_in(dst.span(), {twin::Space::GM}, "dst");
+    if (twin::deviates(twin::Deviation::scalar_cache)) return;
     if (entireType == CacheLine::ENTIRE_DATA_CACHE) {
         op.core().data_cache.clear();
     } else {

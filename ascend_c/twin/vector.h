@@ -93,17 +93,28 @@ void map_binary(const char* name, const AscendC::LocalTensor<T>& dst, const Asce
     });
 }
 
-inline float quotient(float a, float b) { return a / b; }
+inline float quotient(float a, float b)
+{
+    const float q = a / b;
+    return deviates(Deviation::div) ? std::nextafter(q, std::numeric_limits<float>::infinity()) : q;
+}
 void quotient(int64_t, int64_t) = delete;  // half and float alone
+
+inline float product(float a, float b) { return a * b; }
+inline int64_t product(int64_t a, int64_t b)
+{
+    return deviates(Deviation::integers) ? static_cast<int64_t>(static_cast<float>(a * b)) : a * b;
+}
 
 inline float exact(half x) { return to_float(x); }
 inline float exact(float x) { return x; }
 inline int64_t exact(int32_t x) { return x; }
 
 template <typename T>
-Function<T> with_options(Function<T> f)
+Function<T> with_options(Function<T> f, Deviation deviation)
 {
-    f.jitter = core().options.jitter;
+    f.jitter = core().options.jitter || deviates(deviation);
+    f.flush = core().options.flush_subnormals;
     f.seed = core().options.seed;
     return f;
 }
@@ -189,8 +200,8 @@ namespace AscendC {
         twin::map_unary(#Name, dst, src, twin::counted(count), UnaryRepeatParams(), function, here);               \
     }
 
-TWIN_UNARY(Exp, twin::with_options(twin::exp_function<T>()))
-TWIN_UNARY(Ln, twin::with_options(twin::ln_function<T>()))
+TWIN_UNARY(Exp, twin::with_options(twin::exp_function<T>(), twin::Deviation::exp))
+TWIN_UNARY(Ln, twin::with_options(twin::ln_function<T>(), twin::Deviation::ln))
 TWIN_UNARY(Reciprocal, [](float x) { return 1.0f / x; })
 TWIN_UNARY(Abs, [](float x) { return std::fabs(x); })
 
@@ -215,7 +226,7 @@ TWIN_UNARY(Abs, [](float x) { return std::fabs(x); })
 // Which of them may accumulate: page "general constraints on overlap".
 TWIN_BINARY(Add, x + y, true)
 TWIN_BINARY(Sub, x - y, true)
-TWIN_BINARY(Mul, x* y, true)
+TWIN_BINARY(Mul, twin::product(x, y), true)
 TWIN_BINARY(Div, twin::quotient(x, y), false)
 TWIN_BINARY(Max, twin::larger(x, y), true)
 TWIN_BINARY(Min, twin::smaller(x, y), true)

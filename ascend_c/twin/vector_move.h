@@ -204,7 +204,14 @@ void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode&
 {
     twin::cast(dst, src, roundMode, twin::counted(count), UnaryRepeatParams(), here);
 }
-// The scalar conversions between float and bfloat16_t.
+// Scalar conversions. From float to half there is one, which rounds to odd (page "Cast (float to half/int32_t)").
+template <typename T, typename U, RoundMode roundMode>
+U Cast(T value)
+{
+    static_assert(std::is_same_v<T, float> && std::is_same_v<U, half> && roundMode == RoundMode::CAST_ODD,
+                  "scalar Cast: the twin has float to half, which rounds to odd");
+    return twin::half_from(twin::round_to_half(value, twin::Rounding::to_odd));
+}
 inline bfloat16_t Cast(const float& value) { return bfloat16_t(value); }
 inline float Cast(const bfloat16_t& value) { return static_cast<float>(value); }
 

@@ -7,6 +7,7 @@ namespace twin {
 
 inline bool compared(AscendC::CMPMODE mode, double a, double b)
 {
+    if (deviates(Deviation::compare_nan) && a != a) return true;
     switch (mode) {
         case AscendC::CMPMODE::LT: return a < b;
         case AscendC::CMPMODE::GT: return a > b;
@@ -57,9 +58,10 @@ void compare(Instruction& op, const AscendC::LocalTensor<U>& dst, const Operand&
             load<T>(a, plan, r, x);
             if (has_tensor) load<T>(b, plan, r, y);
             uint8_t bits[kMaxLanes / 8] = {};
+            const int turned = deviates(Deviation::compare_bits) ? 7 : 0;
             for (int i = 0; i < lanes; ++i) {
                 if (compared(mode, static_cast<double>(x[i]), static_cast<double>(y[i])))
-                    bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8));
+                    bits[i / 8] |= static_cast<uint8_t>(1u << (i % 8 ^ turned));
             }
             std::memcpy(out.data() + r * lanes / 8, bits, lanes / 8);
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table, number
 from pasa.eval.kit.timing import Call, added_cost
 from pasa.ops import registry
-from pasa.ops.attention.sdpa.fused import UNKNOWN, score_format
+from pasa.ops.attention.sdpa.fused import score_format
 from pasa.ops.backends import Backend, Request
 
 TIMED = ((1, 8, 512, 64), (1, 8, 2048, 64))  # shapes of q, k and v
@@ -41,7 +41,7 @@ def run_check_device(
     for at in places:
         listed, server = score_format(torch.device(at).type), registry.server(torch.device(at).type)
         about = {"device": at, "name": device_name(at), "server": server and server.name}
-        known = {"listed": None if listed is UNKNOWN else listed.kind, "source": listed.source}
+        known = {"listed": None if listed.kind == "c" else listed.kind, "source": listed.source}  # (c): not known
         devices.append(about | known | measure_format(at))
         for backend in names[at]:
             checked = check(backend, at, stage)
@@ -56,11 +56,13 @@ def serves(backend: Backend, device: str, dim: int = 64, mask: str = "none") -> 
     return not backend.refusals(Request(torch.device(device).type, torch.float16, dim, mask))
 
 
-def check(backend: Backend, device: str, stage: Callable[[str], None]) -> dict[str, Any]:
-    """Run all hostile inputs that a backend takes; return counts, and the largest error with its case."""
+def check(
+    backend: Backend, device: str, stage: Callable[[str], None], cases: Sequence[hostile.Case] | None = None
+) -> dict[str, Any]:
+    """Run the hostile inputs that a backend takes; return counts, and the largest error with its case."""
     record: dict[str, Any] = {"passed": False, "calls": 0, **dict.fromkeys(("faults", "outside", "error"), 0.0)}
     record |= {"worst": "", "failure": ""}
-    for case in hostile.cases():
+    for case in hostile.cases() if cases is None else cases:
         stage(f"{backend.name} on {device}: {case[0]}")
         if not serves(backend, device, case[2][-1], hostile.MASKS[case[1]].requested):
             continue

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from pasa.eval.kit.output import environment, package_version, processor
+from pasa.eval.kit.output import environment, processor
 from pasa.ops.devices import device_types
+from pasa.ops.versions import package_version
 
 VERSIONS = ("torch", "triton", "transformers", "diffusers", "cuda", "cudnn", "pasa")
 QUERIES = {"driver": "driver_version", "power_limit_w": "power.limit", "sm_clock_max_mhz": "clocks.max.sm"}
@@ -43,6 +44,11 @@ def origin(result: dict[str, Any]) -> str:
     return (
         f"{note[:1].upper()}{note[1:]} ({place}; {', '.join(named)}, commit {machine['commit'] or 'unknown'}).".lstrip()
     )
+
+
+def named_here(what: str, device: torch.device) -> str:
+    """Return the note that numbers come from the device of the result, and whether that is an NPU."""
+    return f"{what} on the device named here" + ("" if device.type == "npu" else "; nothing was run on an NPU")
 
 
 def _cudnn() -> str | None:

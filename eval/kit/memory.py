@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,3 +31,26 @@ def peak_bytes(device: torch.device) -> int | None:
         return None
     peaks = [line.split() for line in lines if line.startswith("VmHWM:")]
     return int(peaks[0][1]) * 1024 if peaks else None
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are allocated on a GPU now; None elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+@dataclass
+class Added:
+    """The most bytes that a block allocated beyond what was held before it, known at its end; None without a GPU."""
+
+    bytes: int | None = None
+
+
+@contextmanager
+def added_peak(device: torch.device) -> Iterator[Added]:
+    """Measure the memory of a block."""
+    added, before = Added(), held_bytes(device)
+    if before is not None:
+        torch.cuda.reset_peak_memory_stats(device)
+    yield added
+    if before is not None:
+        added.bytes = torch.cuda.max_memory_allocated(device) - before

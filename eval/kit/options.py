@@ -45,6 +45,8 @@ Json = Annotated[
     typer.Option("--json", metavar="FILE", callback=json_target, help='Write the result as JSON; "-": stdout, alone.'),
 ]
 
+Minutes = Annotated[float | None, "Begin no case after so many minutes; the same command goes on from --output-dir."]
+
 
 def integer(text: str | int) -> int:
     """Parse an option; typer's own message leaves out the value."""

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -61,14 +60,6 @@ def processor() -> str:
             if line.startswith("model name"):
                 return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
     return platform.processor() or platform.machine()
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

@@ -49,7 +49,7 @@ RESULTS = {
     "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
 }
 # Runs of one command on several devices or models, each in a folder of its own: "hostile on cpu", and so on.
-IN_FOLDERS = ("eval/accuracy/rmse", "eval/check_device", "eval/models/whole_model_speed")
+IN_FOLDERS = ("eval/accuracy/rmse", "eval/check_device", "eval/models/whole_model_speed", "eval/models/generation")
 RESULTS |= {
     f"{path.stem} on {path.parent.name}": path
     for folder in IN_FOLDERS

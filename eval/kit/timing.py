@@ -1,4 +1,4 @@
-"""Time calls on a CUDA device: interleaved rounds, cold L2 cache, CUDA events. The statistics need no device."""
+"""Time calls on a GPU or NPU: interleaved rounds, cold L2 cache, device events. The statistics need no device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FLUSH_L2 = 3  # a cold call follows a read of so many times the size of L2
 BUDGET_MS = 60.0  # time to spend per implementation and round
 CALLS = (3, 50)  # fewest and most calls per implementation and round
 PROBES = 5  # calls that estimate the time of an implementation before its rounds; the first is not counted
-WARM_CALLS = 3  # calls before a CUDA graph is captured
+WARM_CALLS = 3  # calls before a graph is captured
+NPU_L2_BYTES = 192 * 2**20  # of an Atlas A2: what torch_npu's own benchmarks clear (its Inductor backend)
 COPY_BYTES = 2**31
 
 Rounds: TypeAlias = list[list[float]]  # milliseconds of each call: one list per round
@@ -43,23 +44,22 @@ class Call:
             return self.restore(self.run())
 
 
-class CudaClock:
-    """Measure calls on the current CUDA device.
+class DeviceClock:
+    """Measure calls on a device whose module in torch has events and graphs: CUDA, or an NPU with torch_npu.
 
     Before a cold call, three times the size of the L2 cache is read. It is not written, because modified cache lines
     would be written back to memory during the timed call. That would be most of the time of a short decoding step.
     """
 
-    def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise NotImplementedError(f"timing needs a CUDA device, and torch {torch.__version__} finds none")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.l2_bytes = int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+    def __init__(self, device: torch.device, l2_bytes: int) -> None:
+        self.device, self.l2_bytes = device, l2_bytes
+        self._torch: Any = getattr(torch, device.type)
+        self._graph: Any = getattr(self._torch, "NPUGraph", None) or getattr(self._torch, "CUDAGraph", None)
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:
-        """Return the milliseconds of each call, by CUDA events; the host does not wait between calls."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        """Return the milliseconds of each call, by the device's events; the host does not wait between calls."""
+        events = [[self._torch.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         with call.scope():
             for start, stop in events:
                 if cold:
@@ -67,7 +67,7 @@ class CudaClock:
                 start.record()
                 call.run()
                 stop.record()
-            torch.cuda.synchronize()
+            self._torch.synchronize()
         return [start.elapsed_time(stop) for start, stop in events]
 
     def host_us(self, call: Call) -> float:
@@ -75,36 +75,36 @@ class CudaClock:
         taken = []
         with call.scope():
             for _ in range(10):
-                torch.cuda.synchronize()
+                self._torch.synchronize()
                 start = time.perf_counter()
                 call.run()
                 taken.append(1e6 * (time.perf_counter() - start))
-            torch.cuda.synchronize()
+            self._torch.synchronize()
         return statistics.median(taken)
 
     def workspace(self, call: Call) -> int:
         """Return the peak bytes allocated besides the output; a log-sum-exp counts, even if it is not returned."""
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._torch.synchronize()
+        before = self._torch.memory_allocated()
+        self._torch.reset_peak_memory_stats()
         with call.scope():
             out = call.run()
-            torch.cuda.synchronize()
-        held = torch.cuda.max_memory_allocated() - before
+            self._torch.synchronize()
+        held: int = self._torch.max_memory_allocated() - before
         return max(0, held - out.numel() * out.element_size())
 
     def graph(self, call: Call) -> Call:
-        """Return the call in a CUDA graph, captured after warming up on another stream, as capture requires."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
+        """Return the call in a graph, captured after warming up on another stream, as capture requires."""
+        stream = self._torch.Stream()
+        stream.wait_stream(self._torch.current_stream())
+        graph = self._graph()
         with call.scope():
-            with torch.cuda.stream(stream):
+            with self._torch.stream(stream):
                 for _ in range(WARM_CALLS):
                     call.run()
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            self._torch.current_stream().wait_stream(stream)
+            self._torch.synchronize()
+            with self._torch.graph(graph):
                 out = call.run()
 
         def replay() -> Tensor:
@@ -114,7 +114,24 @@ class CudaClock:
         return Call(replay, restore=call.restore)
 
 
-Clock: TypeAlias = CudaClock  # what a benchmark takes; tests pass one that needs no device
+class CudaClock(DeviceClock):
+    """Measure calls on the current CUDA device."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise NotImplementedError(f"timing needs a CUDA device, and torch {torch.__version__} finds none")
+        device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(device, int(torch.cuda.get_device_properties(device).L2_cache_size))
+
+
+class NpuClock(DeviceClock):
+    """Measure calls on an NPU. No NPU has run it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, NPU_L2_BYTES)
+
+
+Clock: TypeAlias = DeviceClock  # what a benchmark takes; tests pass one that needs no device
 
 
 def interleave(

@@ -1,12 +1,14 @@
 // What the kernels spend on the CPU twin, as JSON.
 //
-//     PROGRAM attend EXACT DIM BLOCKS WIDE UNBIASED    two tiles of 128 queries against so many blocks of 128 keys, one
+//     PROGRAM attend EXACT DIM BLOCKS DATA UNBIASED    two tiles of 128 queries against so many blocks of 128 keys, one
 //                                                      group
-//     PROGRAM shift EXACT DIM BLOCKS           so many blocks of keys, one core
-//     PROGRAM plan B H Hkv Sq Skv D CAUSAL     tasks and score tiles of the busiest group of a 910B3
+//     PROGRAM shift EXACT DIM BLOCKS                   so many blocks of keys, one core
+//     PROGRAM plan EXACT B H Hkv Sq Skv D CAUSAL       tasks and score tiles of the busiest group of a 910B3
 //
-// WIDE makes data of which the exact recovery keeps every score tile in FP32, otherwise none. UNBIASED: 0 rounds outputs
-// to nearest, 1 without bias where no row leans, 2 where every row does; then all queries are zero.
+// DATA is what the exact recovery finds: 0 keys without anchors, whose references stay; 1 scores that rise so much that
+// every tile is kept in FP32; 2 keys with anchors; 3 scores that rise with every third block, so that references move.
+// UNBIASED: 0 rounds outputs to nearest, 1 without bias where no row leans, 2 where every row does; then all queries are
+// zero.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,36 +21,48 @@
 namespace {
 
 constexpr uint32_t kQueries = pasa::kLanes * pasa::kTileRows;
-constexpr float kStep = 40.0f;  // nats between the blocks of wide data: five times what makes a tile wide
+enum Data : uint32_t { kPlain, kWide, kAnchored, kMoving };
+constexpr float kStep = 40.0f;  // nats between the blocks of wide data: six times what makes a tile wide
+constexpr float kMove = 5.0f;   // nats that move a reference, and make no tile wide
 
-// Numbers in [-1, 1), the same every time.
-std::vector<half> noise(size_t count)
+// Multiples of 1/128 in [middle - range, middle + range), the same every time: the scale fits into all or no blocks.
+std::vector<half> noise(size_t count, float middle = 0.0f, float range = 1.0f)
 {
     std::vector<half> numbers(count);
     uint32_t state = 1;
     for (half& x : numbers) {
         state = state * 1664525u + 1013904223u;
-        x = static_cast<half>(static_cast<float>(state >> 8) * 0x1p-23f - 1.0f);
+        const float number = static_cast<float>(state >> 8) * 0x1p-23f - 1.0f;
+        x = static_cast<half>(middle + std::floor(128.0f * range * number) / 128.0f);
     }
     return numbers;
 }
 
-// Scores of block j near kStep j nats, and one of the first block kStep / 2 above its others.
-std::vector<half> steep(uint32_t blocks, uint32_t dim)
+// Scores that rise in steps. Wide data also have one score of the first block kStep / 2 above its others.
+std::vector<half> steep(uint32_t blocks, uint32_t dim, bool wide)
 {
     std::vector<half> keys;
     for (uint32_t key = 0; key < blocks * pasa::kBlockKeys; ++key) {
-        const float nats = key == 0 ? kStep / 2 : kStep * static_cast<float>(key / pasa::kBlockKeys);
+        const uint32_t block = key / pasa::kBlockKeys;
+        const float risen = wide ? kStep * static_cast<float>(block) : kMove * static_cast<float>(block / 3);
+        const float nats = wide && key == 0 ? kStep / 2 : risen;
         keys.insert(keys.end(), dim, static_cast<half>(nats / std::sqrt(static_cast<float>(dim))));
     }
     return keys;
+}
+
+std::vector<half> keys_of(uint32_t data, uint32_t blocks, uint32_t dim)
+{
+    if (data == kWide || data == kMoving) return steep(blocks, dim, data == kWide);
+    const size_t count = size_t{blocks} * pasa::kBlockKeys * dim;
+    return data == kAnchored ? noise(count, 3.0f, 0.25f) : noise(count);
 }
 
 struct Run {
     bool exact;
     uint32_t dim;
     uint32_t blocks;
-    bool wide;
+    uint32_t data;
     uint32_t unbiased;
 };
 
@@ -67,7 +81,7 @@ twin::Report run(const Run& r, bool attends)
     const size_t numbers = size_t{shape.keys} * r.dim;
     std::vector<half> matrix(pasa::kBlockKeys * pasa::kBlockKeys);  // any does: no count depends on it
     for (uint32_t i = 0; i < pasa::kBlockKeys; ++i) matrix[i * (pasa::kBlockKeys + 1)] = static_cast<half>(scale);
-    std::vector<half> k = r.wide ? steep(r.blocks, r.dim) : noise(numbers);
+    std::vector<half> k = keys_of(r.data, r.blocks, r.dim);
     std::vector<half> keys(numbers);
     std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
     std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
@@ -87,7 +101,8 @@ twin::Report run(const Run& r, bool attends)
     chip.cube_cores = 1;
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
     const size_t queries = size_t{kQueries} * r.dim;
-    std::vector<half> q = r.wide ? std::vector<half>(queries, static_cast<half>(1.0f)) : noise(queries);
+    const bool steps = r.data == kWide || r.data == kMoving;
+    std::vector<half> q = steps ? std::vector<half>(queries, static_cast<half>(1.0f)) : noise(queries);
     std::vector<half> v = noise(numbers), out(queries);
     if (r.unbiased > 0) {
         q.assign(queries, static_cast<half>(0.0f));
@@ -99,9 +114,10 @@ twin::Report run(const Run& r, bool attends)
     return pasa::AttendOnTwin(r.exact, given, tiling, 1);
 }
 
-std::string plan(const pasa::Shape& shape, bool causal)
+std::string plan(bool exact, const pasa::Shape& shape, bool causal)
 {
     pasa::Settings settings;
+    settings.exact = exact;
     settings.causal = causal;
     const pasa::Chip& chip = pasa::kChips[2];
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
@@ -129,10 +145,10 @@ int main(int argc, char** argv)
     const std::string what = argc > 1 ? argv[1] : "";
     const auto number = [&](int i) { return i < argc ? static_cast<uint32_t>(std::atoi(argv[i])) : 0; };
     if (what == "plan") {
-        const pasa::Shape shape{number(2), number(3), number(4), number(5), number(6), number(7)};
-        std::puts(plan(shape, number(8) != 0).c_str());
+        const pasa::Shape shape{number(3), number(4), number(5), number(6), number(7), number(8)};
+        std::puts(plan(number(2) != 0, shape, number(9) != 0).c_str());
     } else if (what == "attend" || what == "shift") {
-        const Run r{number(2) != 0, number(3), number(4), number(5) != 0, number(6)};
+        const Run r{number(2) != 0, number(3), number(4), number(5), number(6)};
         std::puts(run(r, what == "attend").json().c_str());
     } else {
         return 2;

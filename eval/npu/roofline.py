@@ -112,18 +112,20 @@ def predict_case(
     case: SpeedCase,
     ways: Mapping[str, Fit],
     shift: Mapping[str, Fit],
-    plan: Mapping[str, int],
+    plans: Mapping[str, Mapping[str, int]],
     rates: Rates | None = None,
 ) -> list[dict[str, Any]]:
     """Return the times of every allocation: the pass that shifts the keys, then the busiest group's attention.
 
-    `ways` and `shift` are the fitted work of attention and of that pass, by name. `plan` holds the numbers of ``tasks``
-    and ``tiles`` of the busiest group. Each of the two kernels pays a launch.
+    `ways` and `shift` are the fitted work of attention and of that pass, by name. `plans` holds the numbers of
+    ``tasks`` and ``tiles`` of the busiest group, by the number of query tiles of a task. Each of the two kernels pays a
+    launch.
     """
     rates = rates or stored_rates()
     moved = case.kv_bytes + 2.0 * case.batch * case.heads * case.rows * case.dim * HALF_BYTES  # Q, K', V, O once
     records: list[dict[str, Any]] = []
     for name, way in ways.items():
+        plan = plans[str(way.lanes)]
         work = combine((plan["tasks"], way.per_task), (plan["tiles"], way.per_tile))
         times = engine_times(work, rates) | hbm_time(moved, rates)
         before = shift_times(case, name, shift, rates)
@@ -136,7 +138,9 @@ def predict_case(
                         "none_ms": 1e3 * (rates["launch"] + serial(times) + none_s),
                         "tflops": 1e-12 * case.flops / whole})  # fmt: skip
     reference = next(each for each in records if each["allocation"] == "fp32")
+    lazy = next((each for each in records if each["allocation"] == "fp32 lazy"), reference)
     for each in records:
+        each["ratio_lazy"] = lazy["overlap_ms"] / each["overlap_ms"]
         each["ratio_overlap"] = reference["overlap_ms"] / each["overlap_ms"]
         each["ratio_none"] = reference["none_ms"] / each["none_ms"]
     return records
@@ -147,7 +151,7 @@ def shift_times(case: SpeedCase, name: str, shift: Mapping[str, Fit], rates: Rat
 
     The published recovery computes K' on the cube cores, the exact recovery on the vector cores.
     """
-    kernel = name.partition(" ")[0].removesuffix("-fp16")
+    kernel = name.replace(",", " ").partition(" ")[0].removesuffix("-fp16")
     if kernel not in shift:
         return {}
     cores = int(rates["groups"] * (rates["vector cores"] if kernel == "exact" else 1))

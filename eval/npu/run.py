@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import platform
@@ -15,10 +16,11 @@ from typing import Any
 
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.stored import RESULTS, pick
+from pasa.eval.kit.stored import pick
 from pasa.eval.npu import calibration, report
 from pasa.eval.npu import roofline as model
-from pasa.eval.npu.precision_variants import Fit, Work, allocations, fit, substitutions
+from pasa.eval.npu.precision_variants import Fit, Tiles, Work, allocations, fit, substitutions
+from pasa.eval.npu.shares import measure_shares
 from pasa.eval.speed.cases import SpeedCase, select_cases
 
 Record = dict[str, Any]
@@ -26,15 +28,15 @@ NOTE = "model, not measured: twin counts over calibrated rates; nothing was run 
 SOURCE = Path(__file__).resolve().parent / "counts.cpp"
 ASCEND_C = SOURCE.parents[2] / "ascend_c"
 FLAGS = ("-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-O1", "-DPASA_CPU_TWIN")
-BLOCKS = (2, 3, 4, 6, 8, 16)
+BLOCKS = (6, 9, 12, 15)  # the first five make references that later ones keep, and every third moves one
 DIMS = (128, 64)
-KERNELS = {"paper": (0, 0), "exact": (1, 0), "exact wide": (1, 1)}  # exact, wide
-TILES_A_BLOCK = 2  # two lanes
+# exact, and data as counts.cpp numbers them
+KERNELS = {"paper": (0, 0), "exact": (1, 0), "exact wide": (1, 1), "exact anchored": (1, 2), "exact moving": (1, 3)}
+FORMER = SOURCE.with_name("former.json")  # counts of the exact recovery as it was
+TILES_A_BLOCK = 2  # two query tiles
 RESIDUAL_LIMIT = 0.005  # of a line to any count
 ROUNDING_KEYS = (1280, 8192)
 ROUNDINGS = {"to nearest": 0, "unbiased, no row leans": 1, "unbiased, all rows lean": 2}  # as counts.cpp numbers them
-SHARE_CASES = (("rmse", "uniform(0,0.5)"), ("rmse", "uniform(30,0.5)"), ("resonance", "qwen-like, 180 deg"),
-               ("resonance", "svd-like, 180 deg"), ("rmse", "hybrid(20,100)"))  # fmt: skip
 VARIED = tuple(name for name in model.stored_rates() if name not in ("clock", "groups", "vector cores"))
 FACTORS = (0.7, 1.3)  # by which each rate of `VARIED` is changed, one at a time
 CLAIMS = {
@@ -104,8 +106,8 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
         counts = count(built, progress)
         plans = {case.name: plan(built, case) for case in CASES}
         roundings = count_roundings(built)
-    shares = stored_shares()
-    predicted = predict(counts, plans, shares)
+    shares = measure_shares(progress)
+    predicted = predict([*counts, *former_counts()], plans, shares)
     compared = calibration.compare()
     lines = {
         name: [{"what": what, "change": change} for what, change in each] for name, each in substitutions(128).items()
@@ -126,7 +128,7 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
         "calibration": compared,
         "measurements": calibration.load_measurements(),
         "substitutions": lines,
-        "shares": shares,
+        "shares": {name: dataclasses.asdict(tiles) for name, tiles in shares.items()},
         "claims": CLAIMS,
         "peak_tflops": 2e-12 * model.rate("cube") * model.rate("clock") * model.rate("groups"),
         "cases": [{"name": case.name, "shape": case.shape, "keys": case.keys, "flops": case.flops} for case in CASES],
@@ -144,8 +146,8 @@ def count(built: Twin, progress: output.Report) -> list[Record]:
     records = []
     for done, ((what, name), dim, blocks) in enumerate(jobs):
         progress(done, len(jobs), f"{what} {name}, D = {dim}, {blocks} blocks")
-        exact, wide = KERNELS[name]
-        work = built.work(what, exact, dim, blocks, wide)
+        exact, data = KERNELS[name]
+        work = built.work(what, exact, dim, blocks, data)
         records.append({"kernel": what, "name": name, "dim": dim, "blocks": blocks, "work": work})
     return records
 
@@ -162,20 +164,16 @@ def count_roundings(built: Twin) -> list[Record]:
     return records
 
 
-def plan(built: Twin, case: SpeedCase) -> dict[str, int]:
-    """Return tasks and score tiles of the busiest group, as the kernel deals them."""
+def former_counts() -> list[Record]:
+    """Return the stored counts of the exact recovery as it was."""
+    counts: list[Record] = json.loads(FORMER.read_text(encoding="utf-8"))["counts"]
+    return [{"kernel": "attend", "name": "exact before"} | each for each in counts]
+
+
+def plan(built: Twin, case: SpeedCase) -> dict[str, dict[str, int]]:
+    """Return tasks and score tiles of the busiest group, by the number of query tiles of a task."""
     sizes = (case.batch, case.heads, case.kv_heads, case.rows, case.keys, case.dim, int(case.causal))
-    return built.ask("plan", *sizes)
-
-
-def stored_shares() -> dict[str, float]:
-    """Return the share of tiles that the exact recovery keeps in FP32, mean over seeds, from the stored RMSE runs."""
-    shares = {}
-    for stem, case in SHARE_CASES:
-        run = json.loads((RESULTS["rmse"].parent / f"{stem}.json").read_text(encoding="utf-8"))
-        chosen = pick(run["records"], case=case, arithmetic="pasa-exact", overflow="inf")
-        shares[case] = round(sum(each["scores_rescued_share"] for each in chosen) / len(chosen), 4)
-    return shares
+    return {str(lanes): built.ask("plan", int(lanes == 1), *sizes) for lanes in (1, 2)}
 
 
 def fits_of(counts: Sequence[Record], kernel: str, dim: int) -> dict[str, Fit]:
@@ -183,18 +181,24 @@ def fits_of(counts: Sequence[Record], kernel: str, dim: int) -> dict[str, Fit]:
     per_block = TILES_A_BLOCK if kernel == "attend" else 1
     chosen = pick(counts, kernel=kernel, dim=dim)
     names = dict.fromkeys(each["name"] for each in chosen)
-    return {name: fit([(per_block * e["blocks"], e["work"]) for e in pick(chosen, name=name)]) for name in names}
+    lanes = {name: 1 if name in KERNELS and KERNELS[name][0] else 2 for name in names}
+    return {
+        name: fit([(per_block * e["blocks"], e["work"]) for e in pick(chosen, name=name)], lanes[name])
+        for name in names
+    }
 
 
-def predict(counts: Sequence[Record], plans: Mapping[str, Mapping[str, int]], shares: Mapping[str, float]) -> Record:
+def predict(
+    counts: Sequence[Record], plans: Mapping[str, Mapping[str, Mapping[str, int]]], shares: Mapping[str, Tiles]
+) -> Record:
     """Return what follows from the counts.
 
     That is the residuals of the fits, times per tile, one record per prediction, and for each change of a rate the
-    lowest and highest ratio of each allocation to FP32 scores over all cases.
+    lowest and highest ratio of each allocation to FP32 scores, and to lazy ones, over all cases.
     """
     attend = {dim: fits_of(counts, "attend", dim) for dim in DIMS}
     shift = {dim: fits_of(counts, "shift", dim) for dim in DIMS}
-    ways = {dim: allocations(attend[dim], dim, sorted({0.0, 1.0, *shares.values()})) for dim in DIMS}
+    ways = {dim: allocations(attend[dim], dim, shares) for dim in DIMS}
     tiles = [
         {
             "dim": dim,
@@ -218,7 +222,8 @@ def predict(counts: Sequence[Record], plans: Mapping[str, Mapping[str, int]], sh
     for name, factor in itertools.product(VARIED, FACTORS):
         changed = predict_cases(model.changed_rates(name, factor))
         for allocation in ways[DIMS[0]]:
-            ratios = [each["ratio_overlap"] for each in pick(changed, allocation=allocation)]
+            chosen = pick(changed, allocation=allocation)
+            ratios, to_lazy = ([each[ratio] for each in chosen] for ratio in ("ratio_overlap", "ratio_lazy"))
             sensitivity.append(
                 {
                     "rate": name,
@@ -226,6 +231,8 @@ def predict(counts: Sequence[Record], plans: Mapping[str, Mapping[str, int]], sh
                     "allocation": allocation,
                     "lowest": min(ratios),
                     "highest": max(ratios),
+                    "lowest_to_lazy": min(to_lazy),
+                    "highest_to_lazy": max(to_lazy),
                 }
             )
     residuals = {f"{name}, D = {dim}": each.residual for dim in DIMS for name, each in attend[dim].items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from random import Random
 
 import torch
 
 from pasa.eval.random_calls import attention
-from pasa.eval.random_calls.backends import REFERENCE, SDPA, pinned_tile, poison
+from pasa.eval.random_calls.backends import NPU, REFERENCE, SDPA, TRITON, pinned_tile, poison
 from pasa.eval.random_calls.cases import Kind, Measures, Params, broken
 from pasa.eval.random_calls.inputs import Call, make
 from pasa.eval.random_calls.judge import Result, compare, count_faults, differing, find_moved, judge
@@ -92,9 +93,9 @@ def _of_group(group: str, family: Params, rng: Random) -> Params:
     return paper | {"mask": "none" if rng.random() < 0.5 else rng.choice(MASKS)}
 
 
-def kinds(seed: int, backend: str, small: bool) -> Mapping[str, Kind]:
+def kinds(seed: int, backend: str, small: bool, device: str) -> Mapping[str, Kind]:
     """Return the one kind of case that these kernels have; `small` ones have sizes for an interpreter."""
-    return {"kernel": Kind(partial(draw, seed=seed, backend=backend, small=small), run, 1)}
+    return {"kernel": Kind(partial(draw, seed=seed, backend=backend, small=small), partial(run, device=device), 1)}
 
 
 def draw(rng: Random, seed: int, backend: str, small: bool) -> Params:
@@ -120,7 +121,7 @@ def draw(rng: Random, seed: int, backend: str, small: bool) -> Params:
         "emulated": paper or rng.random() < EMULATED_SHARE,  # to be compared with the reference's emulation
         "poisoned": rng.random() < 0.5,  # memory that the call allocates is filled with NaN first
     }  # fmt: skip
-    return attention.serve(params, rng) if backend == SDPA else params
+    return attention.serve(params, rng) if backend in (SDPA, NPU) else params
 
 
 def shrink(family: Params) -> Params:
@@ -151,18 +152,18 @@ def _some_empty(rng: Random, lengths: list[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def run(params: Params) -> Measures:
-    """Call on the GPU, or the CPU without one, and hold the result against FP64 and the reference's emulation.
+def run(params: Params, device: str) -> Measures:
+    """Call on a device, and hold the result against FP64 and the reference's emulation.
 
     Some cases are called twice, for the same bits.
     """
-    call = make(params).to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    emulation, paper = params["backend"] == REFERENCE, params["recovery"] == "paper"
+    call = make(params).to(torch.device(device))
+    stored, paper = params["backend"] in (REFERENCE, NPU), params["recovery"] == "paper"  # scores are stored in FP16
     result, measures = attention.checked(lambda: attend(params, call), params, call.q)
     if measures["shape"]:
         return measures
     out, lse = result
-    truth, longest = find_truth(call, fp16_scores=emulation), max(n for _, n in call.sequences or [(0, params["keys"])])
+    truth, longest = find_truth(call, fp16_scores=stored), max(n for _, n in call.sequences or [(0, params["keys"])])
     how = attention.arithmetic_of(params, longest)
     # The published recovery is bounded by its inputs only: nothing else is promised.
     measures |= count_faults(truth, out, lse) if paper else judge(truth, out, lse, how)
@@ -182,7 +183,8 @@ def run(params: Params) -> Measures:
 
 def attend(params: Params, call: Call) -> Result:
     """Return attention and its log-sum-exp, heads first."""
-    with pinned_tile(params["tile"]), poison(params["poisoned"]):
+    tile = pinned_tile(params["tile"]) if params["backend"] == TRITON else nullcontext()
+    with tile, poison(params["poisoned"]):
         return attention.attend(params, call)
 
 

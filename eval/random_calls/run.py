@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 
 import pasa
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, find_device, named_here, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.output import Report
@@ -28,7 +28,6 @@ from pasa.eval.random_calls.cases import COUNTS, Case, Kind, Outcome, draw_case,
 API: dict[str, Kind] = {**attention.KINDS, **paged.KINDS, **derived.KINDS}
 HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
 REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
-KERNELS_NOTE = "random calls on the device named here; nothing was run on an NPU"
 COUNTED = ("group", "data", "values", "mask", "garbage", "dtype", "strides", "recovery", "accumulate", "dim")
 RENAMED = {"blind": "fully-masked"}  # a bound in stored runs
 VERDICTS = ("correct", "absent", "wrong", "raised")
@@ -70,6 +69,7 @@ def run_soak(
     only: Only = None,
     small: Annotated[bool, "Draw small sizes, for Triton's interpreter."] = False,
     jobs: Annotated[int, "Processes that share the cases; compiling kernels takes most of the time."] = 1,
+    device: Annotated[str | None, "Device to call on, such as npu:0; default: the accelerator, or the CPU."] = None,
     progress: Report | None = None,
 ) -> Record:
     """Random calls of one backend, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
@@ -78,12 +78,13 @@ def run_soak(
     """
     at_least(1, jobs=jobs)
     check_backend(backend)
-    kinds = kernels.kinds(seed, backend, small)
+    place = pick_device() if device is None else find_device(device)
+    kinds = kernels.kinds(seed, backend, small, str(place))
     drawn = draw_cases(kinds, cases, seed, only)
     judged = list(judge(kinds, drawn, progress) if jobs == 1 else judge_in_processes(kinds, drawn, jobs, progress))
     result = {
-        "note": KERNELS_NOTE,
-        "environment": describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "note": named_here("random calls", place),
+        "environment": describe(place),
         "backend": backend,
         "seed": seed,
         "small": small,

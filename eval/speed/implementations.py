@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import pasa
 from pasa.eval.kit.timing import Call
 from pasa.eval.speed.cases import Inputs, select
+from pasa.ops.attention.sdpa import npu
 
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
@@ -38,6 +39,7 @@ class Implementation:
     shifted: bool = False  # a common bias of the keys is removed before scores are formed
     limit: float | None = None
     lse: Callable[[Inputs], Tensor] | None = None  # the log-sum-exp, where it can return that
+    device: str = "cuda"  # the type of device that it runs on unless it is named
 
 
 def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
@@ -64,6 +66,7 @@ def _sdpa(backend: str, inputs: Inputs) -> dict[str, Call]:
 def _flash_attn(module: str, inputs: Inputs) -> dict[str, Call]:
     """Call one of the flash-attn packages: (B, S, H, D), grouped queries by shape."""
     function = importlib.import_module(module).flash_attn_func
+    _refuse_mask(inputs)
     q, k, v = (x.transpose(1, 2).contiguous() for x in inputs.tensors)
 
     def run() -> Tensor:
@@ -74,12 +77,37 @@ def _flash_attn(module: str, inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(run)}
 
 
+def _refuse_mask(inputs: Inputs) -> None:
+    """Refuse a mask, for packages that have no argument for one."""
+    if inputs.mask is not None:
+        raise NotImplementedError("takes no mask")
+
+
 def _sage(inputs: Inputs) -> dict[str, Call]:
     function = importlib.import_module("sageattention").sageattn
+    _refuse_mask(inputs)
     return {PLAIN: Call(partial(function, *inputs.tensors, tensor_layout="HND", is_causal=inputs.causal))}
 
 
-def _ours(name: str, what: str, config: pasa.PasaConfig, backend: str | None = "triton") -> Implementation:
+def _npu_attention(function: str, inputs: Inputs, **how: Any) -> dict[str, Call]:
+    """Call one of torch_npu's attentions; a causal mask aligns as theirs does, at the top left."""
+    torch_npu = importlib.import_module("torch_npu")
+    q, k, v = inputs.tensors
+    if inputs.mask is not None or (inputs.causal and q.shape[2] != k.shape[2]):
+        raise NotImplementedError("torch_npu's attention is timed without a mask, or with one for as many keys as rows")
+    how |= {"scale": q.shape[-1] ** -0.5, "sparse_mode": npu.TOP_LEFT_CAUSAL if inputs.causal else npu.ALL_KEYS}
+    how |= {"atten_mask": npu.causal_mask(q.device)} if inputs.causal else {}
+    if function == "npu_fusion_attention":
+        attend = partial(getattr(torch_npu, function), q, k, v, q.shape[1], "BNSD", **how)
+    else:
+        how |= {"num_heads": q.shape[1], "num_key_value_heads": k.shape[1], "input_layout": "BNSD"}
+        attend = partial(getattr(torch_npu, function), q, k, v, **how)
+    return {PLAIN: Call(lambda: attend()[0])}
+
+
+def _ours(
+    name: str, what: str, config: pasa.PasaConfig, backend: str | None = "triton", device: str = "cuda"
+) -> Implementation:
     def attend(inputs: Inputs, **options: Any) -> Callable[[], Any]:
         options |= {**inputs.visibility, "config": config, "backend": backend}
         return partial(pasa.attention, *inputs.tensors, **options)
@@ -87,8 +115,10 @@ def _ours(name: str, what: str, config: pasa.PasaConfig, backend: str | None = "
     def prepare(inputs: Inputs) -> dict[str, Call]:
         return {PLAIN: Call(attend(inputs))}
 
-    shifted = config.precision == "pasa" and backend == "triton"  # `sdpa` shifts whole heads, and none in decoding
-    return Implementation(name, what, prepare, config, shifted, lse=lambda x: attend(x, return_lse=True)()[1])
+    shifted = config.precision == "pasa" and backend in ("triton", "npu")  # `sdpa` shifts whole heads, if at all
+    return Implementation(
+        name, what, prepare, config, shifted, lse=lambda x: attend(x, return_lse=True)()[1], device=device
+    )
 
 
 def _unguarded(inputs: Inputs) -> dict[str, Call]:
@@ -144,6 +174,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "flash-attn-3", "package flash_attn_interface (Hopper)", partial(_flash_attn, "flash_attn_interface")
     ),
+    Implementation("flash-attn-4", "package flash-attn-4 (flash_attn.cute)", partial(_flash_attn, "flash_attn.cute")),
     Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
     _ours("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
     _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
@@ -156,6 +187,20 @@ IMPLEMENTATIONS = (
         for n in PAGES
     ),
     Implementation("pasa-reference", "ours, the emulation", _reference, EXACT, shifted=True),
+    _ours("pasa-npu", "ours, the default, in Ascend C", EXACT, "npu", "npu"),
+    _ours("pasa-npu-paper", 'ours in Ascend C, recovery="paper"', pasa.PasaConfig(recovery="paper"), "npu", "npu"),
+    Implementation(
+        "npu-fusion", "torch_npu.npu_fusion_attention", partial(_npu_attention, "npu_fusion_attention"), device="npu"
+    ),
+    *(
+        Implementation(
+            f"npu-infer-{name}",
+            f"torch_npu.npu_fused_infer_attention_score, inner_precise={precise}",
+            partial(_npu_attention, "npu_fused_infer_attention_score", inner_precise=precise),
+            device="npu",
+        )
+        for precise, name in enumerate(("precise", "fast"))
+    ),
 )
 # What a user gets who names no backend. It may choose `sdpa`, so it is allowed the rounding of unshifted scores.
 DEFAULT = _ours("pasa-default", "ours, the default on the backend that pasa.attention chooses", EXACT, backend=None)
@@ -163,6 +208,8 @@ MATH = Implementation("sdpa-math", "torch SDPA, math backend", partial(_sdpa, "M
 OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa", "triton")))
 
 
-def select_implementations(names: Sequence[str] | None = None) -> tuple[Implementation, ...]:
-    """Return implementations by name, or all of them."""
+def select_implementations(names: Sequence[str] | None = None, device: str = "cuda") -> tuple[Implementation, ...]:
+    """Return implementations by name, or all that run on a type of device."""
+    if names is None:
+        return tuple(each for each in IMPLEMENTATIONS if each.device == device)
     return select({each.name: each for each in IMPLEMENTATIONS}, names)

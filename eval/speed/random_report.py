@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,12 @@ from pasa.eval.kit.timing import quantile
 
 Record = dict[str, Any]
 SLOW = 0.95  # cases below this ratio are shown by name
+MOST_REASONS = 8  # why packages were not timed: the most frequent ones
+_HEADER = ["number", "median", "1st percentile", "minimum", f"below {SLOW}"]
 METHOD = (
     "Ratio: device time of the fastest SDPA backend with a right answer (math only where no other has one) over that "
-    "of pasa.attention with its own choice of backend, both in CUDA graphs; above 1 ours is faster. Host: microseconds "
+    "of pasa.attention with its own choice of backend, both in CUDA graphs; above 1 ours is faster. Eager: the same "
+    "ratio of calls outside of graphs, which wait for the host where it is slower than the device. Host: microseconds "
     "to enqueue an eager call."
 )
 
@@ -23,21 +27,22 @@ def report(result: Record) -> list[Table | str]:
     """Return what is shown in the terminal."""
     done, settings = len(result["records"]), result["settings"]
     count = f"{done} of {settings['cases']} cases of seed {settings['seed']} are done."
-    failed = failed_table(result)
-    tables = [ratio_table(result), slow_table(result), host_table(result), *([failed] if failed.rows else [])]
-    return [f"{outcome(result)} {count}", *tables, METHOD, origin(result)]
+    beside, failed = other_table(result), failed_table(result)
+    shown = [each for each in (beside, failed) if each.rows]
+    tables = [ratio_table(result), slow_table(result), host_table(result), *shown]
+    return [f"{outcome(result)} {count}", *tables, METHOD, *absences(result), origin(result)]
 
 
 def ratio_table(result: Record) -> Table:
     """Return number, median, 1st percentile and minimum of the ratios: of all cases, of each kind and of each data."""
     records = [each for each in result["records"] if "ratio" in each]
-    groups = {"all": records}
+    groups = {"all": records, "all, eager": [each | {"ratio": each["eager_ratio"]} for each in records]}
     groups |= {kind: [each for each in records if each["kind"] == kind] for kind in ("prefill", "decode")}
     groups |= {"padded": [each for each in records if each["padded"]]}
     for data in dict.fromkeys(each["data"] for each in records):
         groups[data] = [each for each in records if each["data"] == data]
     rows = [[name, *_distribution([each["ratio"] for each in group])] for name, group in groups.items()]
-    return Table("Ratios", ["cases", "number", "median", "1st percentile", "minimum", f"below {SLOW}"], rows)
+    return Table("Ratios", ["cases", *_HEADER], rows)
 
 
 def _distribution(ratios: Sequence[float]) -> list[str]:
@@ -54,6 +59,7 @@ COLUMNS: dict[str, Column] = {
     "kind": lambda each: f"{each['kind']}{', padded' if each['padded'] else ''}",
     "data": "data",
     "ratio": ("ratio", ".3f"),
+    "eager": ("eager_ratio", ".3f"),
     "us": ("us", ".1f"),
     "SDPA us": ("peer_us", ".1f"),
     "backend": "peer",
@@ -84,3 +90,21 @@ def failed_table(result: Record) -> Table:
     columns: dict[str, Column] = {name: COLUMNS[name] for name in ("case", "shape", "kind", "data")}
     failed = [each for each in result["records"] if "ratio" not in each]
     return Table.of("Cases without a ratio", failed, columns | {"status": "status", "why": "why"})
+
+
+def other_table(result: Record) -> Table:
+    """Return how our time compares with that of packages which take no part in the gates."""
+    ratios: dict[str, list[float]] = {}
+    for each in result["records"]:
+        for name, us in each.get("others", {}).items():
+            if us is not None:
+                ratios.setdefault(name, []).append(us / each["us"])
+    rows = [[name, *_distribution(values)] for name, values in ratios.items()]
+    note = "Device time of the package over ours, on the cases that it serves with a right answer."
+    return Table("Other packages", ["package", *_HEADER], rows, note)
+
+
+def absences(result: Record) -> list[str]:
+    """Return why packages were not timed, and on how many cases."""
+    reasons = Counter((name, why) for each in result["records"] for name, why in each.get("others_why", {}).items())
+    return [f"{name}, not timed on {count} cases: {why}" for (name, why), count in reasons.most_common(MOST_REASONS)]

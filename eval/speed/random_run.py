@@ -5,103 +5,70 @@ A case is written when it is done, so a run that stops goes on where it was. Gat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import torch
 
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.cases_file import CasesFile
+from pasa.eval.kit.device import describe, named_here
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.options import at_least
-from pasa.eval.kit.timing import Clock, CudaClock, interleave, quantile, ratio, summary
+from pasa.eval.kit.options import Minutes, at_least
+from pasa.eval.kit.timing import Call, Clock, CudaClock, interleave, quantile, ratio, summary
 from pasa.eval.speed import recorded
 from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.gate import Gate
-from pasa.eval.speed.implementations import DEFAULT, IMPLEMENTATIONS, MATH, Implementation
+from pasa.eval.speed.implementations import DEFAULT, MATH, Implementation, select_implementations
 from pasa.eval.speed.random_cases import draw_case
 from pasa.eval.speed.random_report import report, slow_table
-from pasa.eval.speed.run import NOT_RUN, NOTE, OK, Entrant, enter, in_graph
+from pasa.eval.speed.run import NOT_RUN, OK, enter, in_graph
 
 Record = dict[str, Any]
-PEERS = tuple(each for each in IMPLEMENTATIONS if each.name in ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient"))
+PEERS = select_implementations(("sdpa-cudnn", "sdpa-flash", "sdpa-efficient"))
+OTHERS = select_implementations(("flash-attn-3", "flash-attn-4", "sageattention"))  # shown, and part of no gate
 NO_PEER = "no SDPA backend"
 # The gates: ratios are the peer's device time over ours, in microseconds the host time that ours adds to a call.
 LEAST_MEDIAN, LEAST_PERCENTILE, LEAST_RATIO, MOST_HOST_US = 1.0, 0.90, 0.80, 20.0
-SAME_RUN = ("device", "driver", "torch", "triton", "cudnn", "pasa", "commit")
 
 
 def run_random(
     cases: Annotated[int, "Random cases."] = 500,
     seed: Annotated[int, "Seed of the random cases."] = 0,
-    part: Annotated[str, 'Cases to run now: "2/3" is the second of three parts.'] = "1/1",
+    minutes: Minutes = None,
     rounds: Annotated[int, "Timed turns of each implementation."] = 3,
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Time random cases beside the fastest SDPA backend; exit 1 if our default is slower or wrong.
+    """Time random cases beside the fastest SDPA backend; exit 1 if our default is slower or wrong, or cases are left.
 
     Cases that are in `folder` are not run again, and the result has all that are there. Its ``records`` have a case
     each: ``ratio`` is the device time of the fastest SDPA backend with a right answer, in a CUDA graph, over ours.
     """
     at_least(1, cases=cases, rounds=rounds)
     at_least(0, seed=seed)
-    indices = select_part(cases, part)
     clock = CudaClock()
     recorded.layers()  # before the first case, because packages may be missing
     environment = describe(clock.device)
-    store = Store(folder, {"seed": seed, "rounds": rounds} | {name: environment.get(name) for name in SAME_RUN})
+    kept = CasesFile(folder, {"seed": seed, "rounds": rounds}, environment)
+
+    drawn = {case.name: case for case in (draw_case(seed, index) for index in range(cases))}
+
+    def use_device() -> None:
+        """Raise if a case has broken the device."""
+        torch.ones(1, device=clock.device).sum().item()
+
     with torch.inference_mode():
-        for done, index in enumerate(indices):
-            if index not in store.records:
-                case = draw_case(seed, index)
-                progress(done, len(indices), f"{case.name} {case.shape}")
-                store.add(index, measure(case, clock, rounds))
-                torch.ones(1, device=clock.device).sum().item()  # raises if the case has broken the device
-    records = [store.records[index] for index in sorted(store.records) if index < cases]
-    settings = {"cases": cases, "seed": seed, "part": part, "rounds": rounds}
-    return {
-        "note": NOTE, "environment": environment, "settings": settings, "gate": judge(records), "records": records
-    }  # fmt: skip
-
-
-def select_part(cases: int, part: str) -> range:
-    """Return the indices of a part such as "2/3"; every third case, so that parts take about the same time."""
-    first, _, parts = part.partition("/")
-    if not (first.isdecimal() and parts.isdecimal() and 1 <= int(first) <= int(parts)):
-        raise ValueError(f'part={part!r} must be i/n with 1 <= i <= n, such as "2/3"')
-    return range(int(first) - 1, cases, int(parts))
-
-
-class Store:
-    """Records by the index of their case; in a folder they are a file that grows, so that a stopped run can go on.
-
-    ValueError if the folder holds a run whose `identity` differs: numbers of two devices or commits do not mix.
-    """
-
-    def __init__(self, folder: Path | None, identity: Record) -> None:
-        self.file = folder and folder / "cases.json"
-        self.identity = output.jsonable(identity)
-        self.records: dict[int, Record] = {}
-        if self.file is None or not self.file.is_file():
-            return
-        kept = output.read_json(self.file)
-        changes = [
-            f"{name} was {kept['identity'].get(name)!r} and is {value!r}"
-            for name, value in self.identity.items()
-            if kept["identity"].get(name) != value
-        ]
-        if changes:
-            raise ValueError(f"{folder} holds another run ({'; '.join(changes)}): choose another folder")
-        self.records = {int(index): record for index, record in kept["cases"].items()}
-
-    def add(self, index: int, record: Record) -> None:
-        """Add a record, and write the file."""
-        self.records[index] = output.jsonable(record)
-        if self.file is not None:
-            output.write_text(self.file, json.dumps({"identity": self.identity, "cases": self.records}, indent=0))
+        records = kept.fill(
+            list(drawn), lambda name: measure(drawn[name], clock, rounds), minutes, progress, use_device
+        )
+    settings = {"cases": cases, "seed": seed, "rounds": rounds}
+    verdict = judge(records, cases)
+    note = named_here("measured", clock.device)
+    return {"note": note, "environment": environment, "settings": settings, "gate": verdict, "records": records}
 
 
 def measure(
@@ -111,8 +78,12 @@ def measure(
     ours: Implementation = DEFAULT,
     peers: Sequence[Implementation] = PEERS,
     last: Implementation = MATH,
+    others: Sequence[Implementation] = OTHERS,
 ) -> Record:
-    """Return the record of a case; `last` is a peer that is timed only where no other has a right answer."""
+    """Return the record of a case; `last` is a peer that is timed only where no other has a right answer.
+
+    `others` are timed beside, and never count as the peer.
+    """
     described = {"kind": "decode" if case.decode else "prefill", "padded": case.padded, "data": case.data}
     record: Record = {"case": case.name, "shape": case.shape, **described, "status": OK, "why": ""}
     try:
@@ -120,54 +91,85 @@ def measure(
         accuracy = Gate(case, inputs)
     except Exception as error:  # out of memory, or the device has failed
         return record | {"status": NOT_RUN, "why": f"inputs and FP64 truth: {output.error_line(error)}"}
+    eager: dict[str, Call] = {}  # of those that also run in a CUDA graph
+    graphs: dict[str, Call] = {}
 
-    def entered(each: Implementation) -> tuple[Record, Entrant]:
-        eager, call = enter(case, each, inputs, accuracy, clock)
-        return eager, in_graph(eager, call, clock)
+    def enter_both(each: Implementation) -> Record:
+        entered, call = enter(case, each, inputs, accuracy, clock)
+        captured, graph = in_graph(entered, call, clock)
+        if call and graph:
+            eager[each.name], graphs[each.name] = call, graph
+        return captured
 
-    own, (captured, our_call) = entered(ours)
-    if our_call is None:
-        return record | {name: captured[name] for name in ("status", "why", "rmse", "rmse_limit") if name in captured}
-    made = [entered(each) for each in peers]
-    if not any(call for _, (_, call) in made):
-        made.append(entered(last))
-    calls = {eager["implementation"]: call for eager, (_, call) in made if call}
-    if not calls:
-        why = "; ".join(f"{eager['implementation']}: {graphed['why']}" for eager, (graphed, _) in made)
+    own = enter_both(ours)
+    if ours.name not in graphs:
+        return record | {name: own[name] for name in ("status", "why", "rmse", "rmse_limit") if name in own}
+    made = [enter_both(each) for each in peers]
+    if not graphs.keys() & {each.name for each in peers}:
+        made.append(enter_both(last))
+    rivals = [each for each in made if each["implementation"] in graphs]
+    if not rivals:
+        why = "; ".join(f"{each['implementation']}: {each['why']}" for each in made)
         return record | {"status": NO_PEER, "why": why}
-    return record | _compare(clock, own, our_call, {each["implementation"]: each for each, _ in made}, calls, rounds)
+    beside = {each.name: enter_both(each) for each in others}
+    try:
+        return record | _compare(clock, own, rivals, beside, eager, graphs, rounds)
+    except Exception as error:  # the calls ran before, so the device has failed
+        return record | {"status": NOT_RUN, "why": f"while timed: {output.error_line(error)}"}
 
 
 def _compare(
-    clock: Clock, own: Record, call: Any, eager: dict[str, Record], peers: dict[str, Any], rounds: int
+    clock: Clock,
+    own: Record,
+    rivals: Sequence[Record],
+    beside: Mapping[str, Record],
+    eager: Mapping[str, Call],
+    graphs: Mapping[str, Call],
+    rounds: int,
 ) -> Record:
-    """Return times and ratio of our call and the fastest peer in CUDA graphs, and the host time of eager calls."""
-    try:
-        times, _ = interleave(clock, {own["implementation"]: call, **peers}, rounds)
-    except Exception as error:  # the call ran before, so the device has failed
-        return {"status": NOT_RUN, "why": f"while timed: {output.error_line(error)}"}
+    """Return times and ratio of our call and the fastest peer in CUDA graphs, and the same of their eager calls."""
+    times, _ = interleave(clock, graphs, rounds)
     us = {name: 1e3 * summary(each)["median_ms"] for name, each in times.items()}
-    name, fastest = own["implementation"], min(peers, key=lambda each: us[each])
-    host_us, peer_host_us = own["host_us"], eager[fastest]["host_us"]
+    ours, fastest = own["implementation"], min(rivals, key=lambda each: us[each["implementation"]])
+    peer = fastest["implementation"]
+    both = {name: eager[name] for name in (ours, peer)}
+    waiting, _ = interleave(clock, both, rounds, cold=False)  # a read before each call would hide the host's time
+    host_us = host_times(clock, both, rounds)
     return {
-        "ratio": ratio(times[name], times[fastest]),
-        "us": us[name],
-        "peer": fastest,
-        "variant": eager[fastest]["variant"],
-        "peer_us": us[fastest],
-        "host_us": host_us,
-        "peer_host_us": peer_host_us,
-        "added_host_us": host_us - peer_host_us,
+        "ratio": ratio(times[ours], times[peer]),
+        "us": us[ours],
+        "peer": peer,
+        "variant": fastest["variant"],
+        "peer_us": us[peer],
+        "eager_ratio": ratio(waiting[ours], waiting[peer]),
+        "host_us": statistics.median(host_us[ours]),
+        "peer_host_us": statistics.median(host_us[peer]),
+        "added_host_us": statistics.median(a - b for a, b in zip(host_us[ours], host_us[peer], strict=True)),
         "rmse": own["rmse"],
         "rmse_limit": own["rmse_limit"],
+        "others": {name: us.get(name) for name in beside},
+        "others_why": {name: each["why"] for name, each in beside.items() if each["why"]},
     }
 
 
-def judge(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the gate: right answers, the distribution of the ratios, and the host time that is added to any call."""
+def host_times(clock: Clock, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Return what the host takes to enqueue each call, in microseconds, by rounds of random order.
+
+    Readings of two calls that are taken seconds apart differ by more than the gate allows.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds):
+        for name in Random(turn).sample(list(calls), len(calls)):
+            taken[name].append(clock.host_us(calls[name]))
+    return taken
+
+
+def judge(records: Sequence[Record], cases: int) -> dict[str, Any]:
+    """Return the gate: right answers, the distribution of the ratios, the host time added to any call, no case left."""
     ratios = sorted(each["ratio"] for each in records if "ratio" in each)
     found = {"median": quantile(ratios, 0.5), "percentile": quantile(ratios, 0.01)} if ratios else {}
     checks = {
+        "every case": len(records) == cases,
         "accuracy": all(each["status"] in (OK, NO_PEER) for each in records),
         "median": bool(ratios) and found["median"] >= LEAST_MEDIAN,
         "1st percentile": bool(ratios) and found["percentile"] >= LEAST_PERCENTILE,

@@ -14,18 +14,17 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, find_device, named_here
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.output import Report, error_line, silent
-from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, copy_bandwidth, interleave, ratio, summary
+from pasa.eval.kit.timing import PROBES, Call, Clock, CudaClock, NpuClock, copy_bandwidth, interleave, ratio, summary
 from pasa.eval.speed import report
 from pasa.eval.speed.cases import Inputs, SpeedCase, select_cases
 from pasa.eval.speed.choice import wrong
 from pasa.eval.speed.gate import Gate
 from pasa.eval.speed.implementations import CUDNN, FLASH, OWN, Implementation, select_implementations
 
-NOTE = "measured on the CUDA device named here; nothing was run on an NPU"
 OK, FAILED, NOT_RUN, NOT_INSTALLED = "ok", "failed gate", "not run", "not installed"
 BLOCK = 128  # keys per anchor
 Names = Annotated[list[str] | None, typer.Option(help="A name, repeatable; all if not given.")]
@@ -39,18 +38,20 @@ def run_speed(
     implementation: Names = None,
     data: Annotated[list[str] | None, typer.Option(help="A kind of data for each shape, repeatable.")] = None,
     rounds: Annotated[int, "Timed turns of each implementation."] = 5,
+    device: Annotated[str, "cuda, or an NPU such as npu:0."] = "cuda",
     progress: Report = silent,
 ) -> dict[str, Any]:
-    """Time attention on a CUDA device, accuracy first; exit 1 if one of ours fails, or the slower of two is chosen.
+    """Time attention on a GPU or NPU, accuracy first; exit 1 if one of ours fails, or the slower of two is chosen.
 
     Ratios are to torch's cuDNN and flash backends, so they need both among the implementations. The result has
     ``records`` (one for each case, implementation and way of running, eager or CUDA graph), ``parts`` and ``gate``,
     which passes if every PASA implementation that ran is accurate, and `pasa.attention` chooses no backend that is more
     than 5 % slower than another (eval/speed/choice.py).
     """
-    cases, implementations = select_cases(case, data), select_implementations(implementation)
+    kind = torch.device(device).type
+    cases, implementations = select_cases(case, data), select_implementations(implementation, kind)
     at_least(1, rounds=rounds)
-    clock = CudaClock()
+    clock = NpuClock(find_device(device)) if kind == "npu" else CudaClock()
     with torch.inference_mode():
         return measure(cases, implementations, clock, copy_bandwidth(clock), rounds, progress)
 
@@ -78,7 +79,7 @@ def measure(
         if each["implementation"] in OWN and each["status"] == FAILED
     ]
     result = {
-        "note": NOTE,
+        "note": named_here("measured", clock.device),
         "environment": describe(clock.device),
         "rounds": rounds,
         "copy_bandwidth": bandwidth,

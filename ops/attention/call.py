@@ -39,7 +39,7 @@ class Results(NamedTuple):
     out : Tensor, shape and dtype of q
     lse : Tensor, shape of q without D, FP32
     max_logits : Tensor (sequences, Hq), FP32, if the call asks for it
-    counts : Tensor (B, Hq, 6), FP64, if the call asks for diagnostics
+    counts : Tensor (B, Hq, 7), FP64, if the call asks for diagnostics
     """
 
     out: Tensor
@@ -104,6 +104,18 @@ class Call:
     softcap: float = 0.0
     sinks: Tensor | None = None
     max_logits: bool = False
+
+    @property
+    def tokens_first(self) -> bool:
+        """Return whether q (B, Hq, Sq, D) has the memory order of (B, Sq, Hq, D), as models make it.
+
+        The output has the same order, so that a model which transposes it back copies nothing.
+        """
+        return self.q.dim() == 4 and self.q.stride(1) < self.q.stride(2)
+
+    def laid_out(self, out: Tensor) -> Tensor:
+        """Return the output in the memory order of q; it is copied if it has the other one."""
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else out.contiguous()
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -231,6 +231,7 @@ class Conversion:
         for module in (module for model in self.models.values() for module in model.modules()):
             if hasattr(module, MARK):
                 delattr(module, MARK)
+        offloading.forget(self.models, MARK)
 
     def restore(self) -> None:
         """Put everything back as it was."""

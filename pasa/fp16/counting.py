@@ -6,6 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,33 +28,53 @@ class _Counts:
     A copy may be one forward pass late, and a part of it later still; the device's own numbers are never late.
     """
 
-    def __init__(self, limits: list[float], device: torch.device) -> None:
-        self.limits = torch.tensor(limits, device="cpu").to(device)
-        self.latest = torch.zeros(len(limits), device=device)
-        self.totals = torch.zeros(2, len(limits), device=device)  # largest value, and passes beyond the limit
+    def __init__(self, watched: int, entries: int, limit: float, device: torch.device) -> None:
+        self.limit = limit
+        self.totals = torch.zeros(2, watched + entries, device=device)  # largest value, and passes beyond the limit
+        self._largest, self._counts = self.totals
+        self._largest[watched:] = torch.inf  # an output counts if it is not finite
+        self._latest = torch.zeros(watched + entries, device=device)
+        # Views are kept, because making one takes as much host time as a launch.
+        self._latest_of, self._count_of = self._latest.unbind(), self._counts.unbind()
+        self._looked = False
         self.host: Tensor | None = self.totals
         if device.type != "cpu":
             try:
-                self.host = torch.zeros(2, len(limits), pin_memory=True)
+                self.host = torch.zeros(2, watched + entries, pin_memory=True)
             except RuntimeError:  # no pinned memory on this device: a copy would wait, so only the report tells
                 self.host = None
 
-    def see(self, index: int, values: Tensor) -> None:
-        """Take the largest magnitude of a tensor, in one pass over it and without a copy."""
+    def look(self, index: int, values: Tensor) -> None:
+        """Take the largest magnitude of a watched result, in one pass over it and without a copy."""
         low, high = torch.aminmax(values)
-        slot = self.latest[index]
-        torch.maximum(slot, torch.maximum(high, -low).float(), out=slot)
+        latest = self._latest_of[index]
+        torch.maximum(latest, torch.maximum(high, -low).float(), out=latest)
+        self._looked = True
+
+    def check(self, index: int, values: Tensor) -> None:
+        """Count a forward pass that returns an infinity or NaN, in five launches."""
+        low, high = torch.aminmax(values)
+        either = torch.sub(high, low, alpha=0)  # NaN if low is not finite; high - low could leave the range
+        self._count_of[index].add_(either.sub_(either) != 0)  # inf - inf is NaN
 
     def add(self) -> None:
-        """Add one forward pass to the totals."""
-        torch.maximum(self.totals[0], self.latest, out=self.totals[0])
-        self.totals[1] += ~(self.latest <= self.limits)  # so that NaN counts
-        self.latest.zero_()
+        """Add the values of a forward pass that compared them to the totals."""
+        if self._looked:
+            torch.maximum(self._largest, self._latest, out=self._largest)
+            self._counts += ~(self._latest <= self.limit)  # so that NaN counts
+            self._latest.zero_()
+            self._looked = False
 
     def send(self) -> None:
         """Begin to copy the totals to the host."""
         if self.host is not None and self.host is not self.totals:
             self.host.copy_(self.totals, non_blocking=True)
+
+
+class _Thread(threading.local):
+    """State of a thread; each replica of nn.DataParallel runs in one of its own."""
+
+    looks = False  # whether the running forward pass compares values with the margin
 
 
 class Counters:
@@ -78,14 +99,14 @@ class Counters:
     def __init__(self, models: Models, watched: list[str], entries: list[str], margin: float, entered: Entered) -> None:
         self.names = [*watched, *entries]
         self.margin, self.limit = margin, LARGEST / margin
-        self._limits = [self.limit] * len(watched) + [torch.finfo(torch.float32).max] * len(entries)
         self._entered = entered
         self._calls = dict.fromkeys(entries, 0)
-        self._thread = threading.local()  # each replica of nn.DataParallel runs in a thread of its own
+        self._thread = _Thread()
         self._warned: set[str] = set()
         self.handles: list[Any] = []
         devices = {parameter.device for model in models.values() for parameter in model.parameters()}
-        self._counts = {device: _Counts(self._limits, device) for device in devices}
+        self._new_counts = partial(_Counts, len(watched), len(entries), self.limit)
+        self._counts = {device: self._new_counts(device) for device in devices}
         for index, name in enumerate(self.names):
             module = module_at(models, name)
             if index < len(watched):
@@ -99,8 +120,8 @@ class Counters:
 
     def _watching(self, index: int) -> Callable[..., None]:
         def look(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and getattr(self._thread, "looks", False):
-                self._see(index, output)
+            if not torch.compiler.is_compiling() and self._thread.looks:
+                self._see(index, output, _Counts.look)
 
         return look
 
@@ -118,13 +139,13 @@ class Counters:
             if torch.compiler.is_compiling() or self._entered.depth:
                 return
             self._thread.looks = False
-            self._see(index, output)
+            self._see(index, output, _Counts.check)
             for counts in list(self._counts.values()):
                 self._add(counts)
 
         return end
 
-    def _see(self, index: int, output: Any) -> None:
+    def _see(self, index: int, output: Any, see: Callable[[_Counts, int, Tensor], None]) -> None:
         leaf = _first(output)
         if leaf is None or not leaf.numel():
             return
@@ -132,8 +153,8 @@ class Counters:
         if counts is None:
             if _capturing():  # memory of a graph would be cleared by each replay
                 return
-            counts = self._counts[leaf.device] = _Counts(self._limits, leaf.device)
-        counts.see(index, leaf.detach())
+            counts = self._counts[leaf.device] = self._new_counts(leaf.device)
+        see(counts, index, leaf.detach())
 
     def _add(self, counts: _Counts) -> None:
         """Add a forward pass, report what has arrived from the one before, and send the new totals."""
@@ -183,4 +204,4 @@ def _first(output: Any) -> Tensor | None:
 
 def _capturing() -> bool:
     """Return whether a CUDA graph is being captured, when nothing may be asked of the device."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

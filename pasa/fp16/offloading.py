@@ -74,6 +74,12 @@ def offloaded(models: Models) -> dict[str, bool]:
     }
 
 
+def forget(models: Models, name: str) -> None:
+    """Let the hooks of accelerate forget a buffer that is gone; they look for it when they are removed themselves."""
+    for _, _, hook in _align_hooks(models):
+        getattr(hook, "original_devices", {}).pop(name, None)
+
+
 def in_groups(model: torch.nn.Module) -> bool:
     """Return whether hooks of diffusers offload the modules of a model in groups."""
     registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())

@@ -1,70 +1,101 @@
 """An attention backend for vLLM's V1 engine, over `attention_paged` and `write_pages`.
 
-The backend is tested against the classes and cache views of vLLM 0.14, 0.28 to 0.31 and 0.33 (their
-modules `vllm.v1.attention.backend`, in scripts/test_vllm.sh). It has not been run inside an engine.
-Register it in every process of the engine before a model is loaded, for example from an entry point
-`vllm.general_plugins`::
+Installing pasa beside vLLM is enough: vLLM calls `plugin` in each of its processes, by the entry point
+`vllm.general_plugins`. The backend then runs under the name CUSTOM::
 
-    from pasa.patching import vllm
-    vllm.register()  # then: vllm serve ... --attention-backend CUSTOM --dtype float16
+    vllm serve ... --attention-backend CUSTOM --dtype float16
 
-Up to vLLM 0.28 a backend chooses the shape of its cache, here (2, pages, slots of a page, Hkv, D).
-From 0.29 on vLLM gives every backend (pages, Hkv, slots of a page, 2 D), in any order in memory. A
-vLLM that asks for something else is refused by name.
+It is tested with the classes and caches of vLLM 0.18 to 0.33, and in whole engines of 0.18, 0.28, 0.29 and 0.33 on a
+CPU, by scripts/test_vllm.sh. No GPU has run it in an engine.
 
-The backend refuses, by name: ALiBi, sliding windows, soft caps, attention sinks, quantised caches
-and outputs, encoders. From 0.28 on, vLLM itself refuses adaptive verification, context parallelism
-and batch invariance, because this backend does not declare them as supported. CUDA graphs of a
-whole step are for batches of single-token decodes; vLLM captures other batches in pieces. Page
-anchors are not used, because vLLM plans no memory for them and pages that a KV connector fills
-would lack them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
+Up to vLLM 0.28 a backend chooses the shape of its cache, here (2, pages, slots of a page, Hkv, D). From 0.29 on vLLM
+gives every backend (pages, Hkv, slots of a page, 2 D), in any order in memory. Which of the two the installed vLLM has
+is found out when the engine starts, together with the arguments and fields that the backend relies on. If they are
+unknown, the engine stops there with an error that names them.
 
-vllm-ascend ignores `--attention-backend CUSTOM`. Its platform chooses among its own backends, so a
-model served there does not run PASA. An Ascend backend gets the same arguments under other names.
-In `npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, viewed as
-(pages, block_size, Hkv, D), are the caches; `block_table` has the same name; `actual_seq_lengths`
-is cu_seqlens_q without its leading 0; `actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is
-is_causal. On an NPU, pages are first gathered and lengths read back to the host, because no Ascend C
-kernel of this project reads pages.
+The backend refuses, by name: ALiBi, quantised caches and outputs, encoders, attention that is not causal, and values of
+another head dimension than keys. From 0.28 on, vLLM itself refuses adaptive verification, context parallelism and batch
+invariance, because this backend does not declare them as supported. CUDA graphs of a whole step are for batches in
+which all sequences have equally many queries, which includes speculative decoding. vLLM captures other batches in
+pieces. Page anchors are not used, because vLLM plans no memory for them and pages that a KV connector fills would lack
+them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
+
+vLLM's platform for CPUs and vllm-ascend ignore `--attention-backend CUSTOM`. They choose among their own backends, so a
+model served there does not run PASA. An Ascend backend gets the same arguments under other names. In
+`npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, viewed as (pages, block_size, Hkv,
+D), are the caches; `block_table` has the same name; `actual_seq_lengths` is cu_seqlens_q without its leading 0;
+`actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is is_causal. On an NPU, pages are first gathered and lengths read
+back to the host, because no Ascend C kernel of this project reads pages.
 """
 
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+import warnings
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pasa.ops.registry import BACKENDS
-from pasa.paged import attention_paged, write_pages
+from pasa.patching.vllm_interface import READ, TESTED, check_spec, refuse_unknown
+from pasa.patching.vllm_layer import LayerOptions, PasaMetadata, attend_layer, split_cache
+
+__all__ = [
+    "NAME", "READ", "TESTED", "LayerOptions", "PasaMetadata", "attend_layer", "backend_class", "plugin", "register",
+    "split_cache",
+]  # fmt: skip
 
 NAME = "PasaAttentionBackend"
 
-TESTED = "vLLM 0.14, 0.28 to 0.31 and 0.33"
-"""The versions that scripts/test_vllm.sh tests; README.md and CHANGELOG.md name the same."""
+
+def plugin() -> None:
+    """Register the backend when vLLM loads its plugins, unless another package has taken the name CUSTOM.
+
+    vLLM calls this in every process, whatever backend is selected. So nothing here stops a vLLM that pasa cannot serve.
+    """
+    try:
+        slot = _registry().AttentionBackendEnum.CUSTOM
+    except ImportError as error:
+        warnings.warn(f"pasa's attention backend was not registered: {error}", stacklevel=2)
+        return
+    if slot.is_overridden() and slot.get_path() != _path():
+        warnings.warn(
+            f"pasa's attention backend was not registered, because {slot.get_path()} has taken vLLM's name CUSTOM: "
+            "set the environment variable VLLM_PLUGINS=pasa to load no other plugin",
+            stacklevel=2,
+        )
+        return
+    register()
 
 
 def register() -> None:
-    """Register the backend with vLLM under the name CUSTOM.
+    """Register the backend with vLLM under the name CUSTOM, also if another backend had that name.
 
     Raises
     ------
     ImportError
         vLLM is not installed, or its V1 engine has no registry of backends.
     """
+    registry = _registry()
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, _path())
+
+
+def _registry() -> Any:
+    """Return vLLM's module with the registry of attention backends."""
     try:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+        from vllm.v1.attention.backends import registry
     except ImportError as error:
         raise ImportError(
             "pasa.patching.vllm.register needs a vLLM with vllm.v1.attention.backends.registry in this environment "
             f"({error})"
         ) from error
+    return registry
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{NAME}")
+
+def _path() -> str:
+    return f"{__name__}.{NAME}"
 
 
 def __getattr__(name: str) -> Any:
@@ -72,137 +103,6 @@ def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return backend_class()
-
-
-@dataclass
-class PasaMetadata:
-    """The metadata of a batch, shared by all layers; `decodes` sequences of one query come first, then the others.
-
-    Attributes
-    ----------
-    tokens, decodes, max_query_len, max_seq_len : int
-    block_table, seq_lens : Tensor
-        Rows of all sequences, decodes first.
-    slot_mapping : Tensor (tokens,)
-    cu_seqlens_q : Tensor, optional
-        Cumulative query lengths of the sequences after the decodes, from 0; None if all sequences are decodes.
-    causal : bool
-    """
-
-    tokens: int
-    decodes: int
-    max_query_len: int
-    max_seq_len: int
-    block_table: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
-    cu_seqlens_q: Tensor | None
-    causal: bool
-
-    @classmethod
-    def of(cls, common: Any) -> PasaMetadata:
-        """Convert vLLM's CommonAttentionMetadata; only lengths that are on the host are read, so nothing waits."""
-        if not isinstance(common.causal, bool):
-            raise NotImplementedError("causal is a Tensor: sequences of one batch must be alike")
-        decodes = common.num_reqs
-        if common.max_query_len > 1:
-            longer = common.query_start_loc_cpu.diff() != 1
-            decodes = int(longer.int().argmax()) if bool(longer.any()) else decodes
-        rest = None if decodes == common.num_reqs else common.query_start_loc[decodes:] - decodes
-        sizes = (common.num_actual_tokens, decodes, common.max_query_len, common.max_seq_len)
-        return cls(*sizes, common.block_table_tensor, common.seq_lens, common.slot_mapping, rest, common.causal)
-
-    def attend(
-        self, q: Tensor, caches: tuple[Tensor, Tensor], scale: float, out: Tensor, key_anchors: Tensor | None = None
-    ) -> None:
-        """Attend with queries (tokens, Hq, D), and write the result into `out` of the same shape."""
-        d, longest = self.decodes, self.max_seq_len
-        if d:
-            out[:d] = attention_paged(
-                q[:d], *caches, self.block_table[:d], self.seq_lens[:d], max_seqlen_k=longest, scale=scale,
-                key_anchors=key_anchors,
-            )  # fmt: skip
-        if self.cu_seqlens_q is not None:
-            out[d:] = attention_paged(
-                q[d:], *caches, self.block_table[d:], self.seq_lens[d:], cu_seqlens_q=self.cu_seqlens_q,
-                max_seqlen_q=self.max_query_len, max_seqlen_k=longest, is_causal=self.causal, scale=scale,
-            )  # fmt: skip
-
-
-def attend_layer(
-    metadata: PasaMetadata | None,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    kv_cache: Tensor,
-    output: Tensor,
-    scale: float,
-    key_anchors: Tensor | None = None,
-) -> Tensor:
-    """Run one layer of a step: write new keys and values into their pages, then attend. Padding rows stay unchanged.
-
-    Parameters
-    ----------
-    metadata : PasaMetadata, optional
-        None while vLLM profiles its memory; `output` is then filled with 0.
-    query : Tensor (tokens or more, Hq, D)
-    key, value : Tensor (tokens or more, Hkv, D), optional
-        None if the layer reads another layer's cache.
-    kv_cache : Tensor (2, pages, slots of a page, Hkv, D) or (pages, Hkv, slots of a page, 2 D)
-        The last stride is 1, the others are free.
-    output : Tensor (tokens or more, Hq, D) or (..., Hq * D)
-    key_anchors : Tensor (pages, Hkv, D), optional
-        Anchors of kv_cache's pages. Pass them only if every write to the pages goes through this function, because
-        the guarantee against overflow then depends on them; see `write_pages`.
-
-    Raises
-    ------
-    NotImplementedError
-        The cache has another shape.
-    """
-    if metadata is None:
-        return output.fill_(0)
-    n = metadata.tokens
-    caches = split_cache(kv_cache, query.shape[-1])
-    if key is not None and value is not None:
-        write_pages(key[:n], value[:n], *caches, metadata.slot_mapping[:n], key_anchors)
-    metadata.attend(query[:n], caches, scale, output.view(query.shape)[:n], key_anchors)
-    return output
-
-
-def split_cache(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return views (pages, slots of a page, Hkv, D) of the keys and the values of one layer.
-
-    Raises
-    ------
-    NotImplementedError
-        The cache has another shape than those of the vLLM versions in `TESTED`.
-    """
-    if kv_cache.dim() == 5 and kv_cache.shape[0] == 2 and kv_cache.shape[-1] == head_dim:
-        return kv_cache[0], kv_cache[1]
-    if kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_dim:
-        keys, values = kv_cache.transpose(1, 2).split(head_dim, -1)
-        return keys, values
-    raise NotImplementedError(
-        f"kv_cache {tuple(kv_cache.shape)} is neither (2, pages, slots, Hkv, {head_dim}) nor (pages, Hkv, slots, "
-        f"{2 * head_dim}), the caches of {TESTED}; {_version()} is installed"
-    )
-
-
-def _version() -> str:
-    try:
-        return f"vLLM {version('vllm')}"
-    except PackageNotFoundError:  # imported from a folder, for example
-        return "an unknown version of vLLM"
-
-
-def _refuse_unknown(parts: dict[str, type]) -> None:
-    """Raise NotImplementedError if vLLM requires methods that these classes lack."""
-    lacking = [f"{name}.{method}" for name, part in parts.items() for method in sorted(part.__abstractmethods__)]  # type: ignore[attr-defined]
-    if lacking:
-        raise NotImplementedError(
-            f"pasa's attention backend is tested with {TESTED}; {_version()} also asks for {', '.join(lacking)}"
-        )
 
 
 def _kv_cache_shape(
@@ -219,27 +119,23 @@ def backend_class() -> type:
     Raises
     ------
     ImportError
-        vLLM is not installed, or older than 0.14.
+        vLLM is not installed, or has no such classes.
     NotImplementedError
         The installed vLLM has another interface.
     """
     try:
         from vllm.v1.attention import backend as v1
     except ImportError as error:
-        raise ImportError(f"pasa's attention backend needs vLLM 0.14 or newer ({error})") from error
+        raise ImportError(f"pasa's attention backend needs one of {TESTED} ({error})") from error
 
     implementation, builder = _implementation(v1), _builder(v1)
-    chooses_shape = hasattr(v1.AttentionBackend, "get_kv_cache_shape")
-    if not chooses_shape and not hasattr(v1.AttentionBackend, "supported_kv_cache_layouts"):
-        raise NotImplementedError(
-            f"pasa's attention backend is tested with {TESTED}; {_version()} has caches of another kind"
-        )
 
     class Backend(v1.AttentionBackend):  # type: ignore[misc]
         """The properties by which vLLM decides whether it can use this backend."""
 
         supported_dtypes = [torch.float16]  # noqa: RUF012 - as in vLLM's base class
         supported_kv_cache_dtypes = ["auto", "float16"]  # noqa: RUF012
+        accept_output_buffer = True  # early versions otherwise expect `forward` to allocate its output
 
         @staticmethod
         def get_name() -> str:
@@ -262,13 +158,22 @@ def backend_class() -> type:
             return list(range(8, BACKENDS["triton"].head_dims[1] + 1, 8))
 
         @classmethod
+        def supports_sink(cls) -> bool:
+            return True
+
+        @classmethod
+        def supports_sliding_window(cls) -> bool:
+            return True
+
+        @classmethod
         def supports_device_cpu_query_lens_mismatch(cls) -> bool:
             return False  # PasaMetadata counts decodes by the lengths on the host
 
-    if chooses_shape:
+    if hasattr(v1.AttentionBackend, "get_kv_cache_shape"):
         Backend.get_kv_cache_shape = staticmethod(_kv_cache_shape)
         abc.update_abstractmethods(Backend)
-    _refuse_unknown({"AttentionBackend": Backend, "AttentionImpl": implementation, "AttentionMetadataBuilder": builder})
+    parts = {"AttentionBackend": Backend, "AttentionImpl": implementation, "AttentionMetadataBuilder": builder}
+    refuse_unknown(v1, parts)
     Backend.__name__ = Backend.__qualname__ = NAME
     return Backend
 
@@ -290,21 +195,24 @@ def _implementation(v1: Any) -> type:
             attn_type: str = "decoder",
             kv_sharing_target_layer_name: str | None = None,
             sinks: Tensor | None = None,
+            **others: Any,
         ) -> None:
             unsupported = {
                 "alibi_slopes": alibi_slopes is not None,
-                f"sliding_window={sliding_window}": sliding_window is not None,
                 f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "float16"),
-                f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
                 f"attn_type={attn_type!r}": attn_type != "decoder",
-                "sinks": sinks is not None,
+                **{f"{name}={value!r}": True for name, value in others.items()},
             }
             if refused := [name for name, is_set in unsupported.items() if is_set]:
-                raise NotImplementedError(f"pasa's attention backend does not support {', '.join(refused)}")
+                raise NotImplementedError(
+                    f"pasa's attention backend does not support {', '.join(refused)}: use another --attention-backend"
+                )
             self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
             self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
             self.kv_cache_dtype = kv_cache_dtype
             self.writes = kv_sharing_target_layer_name is None
+            window = None if sliding_window is None else (sliding_window - 1, 0)
+            self.options = LayerOptions(self.scale, window, logits_soft_cap or None, sinks)
 
         def forward(
             self,
@@ -321,7 +229,7 @@ def _implementation(v1: Any) -> type:
             if output_scale is not None or output_block_scale is not None:
                 raise NotImplementedError("pasa's attention backend does not quantise its output")
             new = (key, value) if self.writes else (None, None)
-            return attend_layer(attn_metadata, query, *new, kv_cache, output, self.scale)
+            return attend_layer(attn_metadata, query, *new, kv_cache, output, self.options)
 
     return Implementation
 
@@ -330,10 +238,11 @@ def _builder(v1: Any) -> type:
     class Builder(v1.AttentionMetadataBuilder):  # type: ignore[misc]
         """Makes the `PasaMetadata` of each step."""
 
-        _cudagraph_support = v1.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        _cudagraph_support = v1.AttentionCGSupport.UNIFORM_BATCH
         reorder_batch_threshold = 1  # vLLM then puts single-token decodes first
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+            check_spec(kv_cache_spec)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PasaMetadata:

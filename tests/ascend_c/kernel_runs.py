@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pasa.eval.check_device.npu.probes import INTEGERS
 from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.options import AttentionOptions
@@ -123,6 +124,26 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
     return result
+
+
+def launch_vector_probe(program: Program, probe: int, **options: Any) -> Run:
+    """Run one probe of a vector core on the twin; integers are small, and the products of others leave FP16."""
+    g = torch.Generator().manual_seed(probe)
+    x, y = (300 * torch.rand(4096, generator=g) + 1 for _ in "xy")
+    if probe == INTEGERS:
+        x, y = (each.int() for each in (x, y))
+    report = program.run("probe_vector", {"x": array(x), "y": array(y)}, probe=probe, **options)
+    return Run(report, {"z": read(program, "z", np.float32, (4096,))} if report["ok"] else {})
+
+
+def launch_product_probe(program: Program, m: int, n: int, k: int, **options: Any) -> Run:
+    """Run the probe of a cube core on the twin; only what its products are stored to is returned."""
+    g = torch.Generator().manual_seed(m)
+    a, b, stale = (torch.randn(rows, k, generator=g).half() for rows in (m, n, BLOCK))
+    arrays = {"a": array(a), "b": array(b), "stale": array(stale)}
+    report = program.run("probe_product", arrays, m=m, n=n, k=k, **options)
+    c = read(program, "c", np.float32, (3, BLOCK, BLOCK))[:, :m, :n] if report["ok"] else None
+    return Run(report, {} if c is None else {"c": c})
 
 
 def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Tensor:

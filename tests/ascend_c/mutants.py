@@ -27,14 +27,17 @@ BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re
 # Each entry breaks one rule of the arithmetic: the statement, and its replacement.
 RULES = {
     "first tile below its guess is not rescued": (
-        "seeing.Absolute(reach, Number(kTop));",
-        "seeing.Scale(reach, Number(kTop), 1.0f);",
+        "seeing.Absolute(Number(kReached), Number(kTop));",
+        "seeing.Scale(Number(kReached), Number(kTop), 1.0f);",
     ),
     "a reference above the running maximum is not tested": (
-        "seeing.Larger(reach, Number(kTop), Number(i, kRaised));",
-        "seeing.Scale(reach, Number(kTop), 1.0f);",
+        "seeing.Larger(Number(kReached), Number(kTop), Number(slot, kRaised));",
+        "seeing.Scale(Number(kReached), Number(kTop), 1.0f);",
     ),
-    "a tiny scale is not tested": ("if (kHalfLargest * factor < kZeroWeight)", "if (false)"),
+    "a tiny scale is not tested": (
+        "return kHalfLargest * factor < kZeroWeight && HasBottom(rows, factor);",
+        "return false;",
+    ),
     "a reference too high for a term is not clamped": (
         "all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);",
         "all_.Scale(high, rho, 1.0f);",
@@ -58,7 +61,23 @@ RULES = {
         "AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);",
         "",
     ),
-    "the row sum is that of weights before they are rounded": ("if (kExact) {  // the sum", "if (false) {  // the sum"),
+    "a score far above the reference of the weights does not move it": (
+        "if (extremes.ahead > kMoveReach)",
+        "if (false)",
+    ),
+    "weights are not bounded by the maximum of a tile that moves references": (
+        "all.Larger(Number(kGap), Number(kGap), top);",
+        "",
+    ),
+    "a reference falls": ("all.Larger(highest, highest, maximum);", ""),
+    "the output so far is not rescaled": ("Rescale(rows);", ""),
+    "l is not rescaled": ("RowMath(0, rows).Multiply(Number(0, kSum), Number(0, kSum), Number(kKeep));", ""),
+    "L0C is not flushed": ("if ((wanted_[half] & kWantsOutput) != 0)", "if (false)"),
+    "products are added to those of a flush": ("running_[half] = false;", ""),
+    "a tile with an offset is taken for one without": ("if (aligned)", "if (true)"),
+    "a new reference is not loaded": ("if (j < 2 || brought_[slot])", "if (j < 2)"),
+    "a reference is kept although the weights' moved": ("if (stable_ < 2)", "if (false)"),
+    "a reference is kept for a block with an offset": ("if (apart != 0.0f)", "if (false)"),
     "the rounding of K - anchor in FP32 is not tested": (
         "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
         """AscendC::Add(left_, left_, anchor, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
@@ -82,17 +101,29 @@ RULES = {
     ),
     "a frame comes back after 128 blocks": ("math.Scale(gone, left_[(count - 1) * kFloats], 1.0f);", ""),
     "anchors are not less their frame": ("AscendC::Sub(wide_, wide_, back_, width, count, with_tile);", ""),
+    "distances of anchors have the wrong sign": (
+        "AscendC::Sub(wide_, wide_, back_, width, count, with_tile);",
+        "AscendC::Sub(wide_, back_, wide_, width, count, with_tile);",
+    ),
+    "what an anchor subtracts is left out of the reference": (
+        "all.Scale(Number(kNext), in[kHalfRows], unit);",
+        "all.Set(Number(kNext), 0.0f);",
+    ),
+    "small products that add up are not ordered from nine fractals on": (
+        "if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals)",
+        "if (f.adds && f.m / kFractal * (f.n / kFractal) < kOrderedFractals - 1)",
+    ),
     "a maximum is not carried into the next frame": (
-        "all.Add(carried, carried, larger);",
-        "all.Scale(carried, larger, 1.0f);",
+        "seeing.Add(Number(0, kMaximum), Number(0, kMaximum), Number(kFirst));",
+        "",
     ),
     "a log-sum-exp is in the first frame": (
-        "next.Scale(Number(i, kFrame), Number(kFramed), 1.0f);",
-        "next.Scale(Number(i, kFrame), Number(i, kFrame), 1.0f);",
+        "seeing.Scale(Number(0, kFrame), Framed(slot), 1.0f);",
+        "",
     ),
     "a row is carried into a frame of keys that it does not see": (
-        "next.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
-        "all.Subtract(Number(kCarried), Number(i, kFrame), Number(kFramed));",
+        "seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));",
+        "all.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot)); seeing = all;",
     ),
     "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),
     "the cosine of place 3 is not tested": ("all.Larger(low_, low_, cosine);", ""),
@@ -177,7 +208,7 @@ def chosen(right: str, wrong: str, number: int) -> str:
     """Return code that runs `wrong` in the mutant, and `right` otherwise; a condition keeps its block."""
     if right.startswith("if ("):
         condition, rest = right[4:].split(")", 1) if "{" in right else (right[4:-1], "")
-        replaced = wrong[4:].split(")", 1)[0]
+        replaced = wrong[4:].rpartition(")")[0]
         return f"if (pasa_mutant == {number} ? {replaced} : ({condition})){rest}"
     return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
 

@@ -42,6 +42,8 @@ SHAPES = [
     (1, 1, 1, 2, 1, 64, False),
     (1, 1, 1, 200, 130, 256, True),
     (1, 1, 1, 257, 513, 96, True),
+    (1, 2, 1, 63, 63, 64, True),  # nine fractals of scores: the largest product that a barrier must order
+    (1, 1, 1, 50, 183, 144, False),  # the same behind a whole block, over two parts of the head dimension
     (1, 2, 1, 193, 100, 64, False),  # a vector core with one row: once without a barrier it needs
 ]
 
@@ -113,6 +115,23 @@ def test_vector_cores_with_48_to_63_rows(kernels, rows):
     x = make_call(1, 1, 1, rows, 150, 64, rows % 2 == 0)
     shifted = shifted_by_reference(x)
     result, expected = launch_attention(kernels, x, shifted), attend_by_reference(x)
+    assert result.report["ok"], result.report["fault"]
+    check_output(x, result, expected)
+    check_scores(x, result, expected, shifted)
+
+
+@pytest.mark.parametrize("biases", [(300.0, 12.0), (12.0, 300.0), (300.0, 250.0)], ids=str)
+def test_blocks_of_different_biases(kernels, biases):
+    """Anchors that differ: the second block leaves the frame of the first, and in the last case it stays in it."""
+    x = make_call(1, 2, 1, 70, 256, 64, False)
+    for block, bias in zip(x.k.split(BLOCK, 2), biases, strict=True):
+        block.add_(bias)
+    shifted = launch_shift(kernels, x)
+    assert shifted.report["ok"], shifted.report["fault"]
+    expected = shifted_by_reference(x)
+    assert (expected["anchors"][:, :, 3].abs() >= 1).all(), "the distance of the second anchor must not be 0"
+    assert all(torch.equal(shifted[name], values) for name, values in expected.items())
+    result, expected = launch_attention(kernels, x, shifted.arrays), attend_by_reference(x)
     assert result.report["ok"], result.report["fault"]
     check_output(x, result, expected)
     check_scores(x, result, expected, shifted)
@@ -267,6 +286,18 @@ def test_function_errors_of_an_ulp_do_no_harm(kernels):
     result = launch_attention(kernels, x, shifted_by_reference(x), jitter=1)
     assert result.report["ok"], result.report["fault"]
     check_output(x, result, attend_by_reference(x))
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0])
+def test_subnormal_results_of_exp_do_not_matter(kernels, spread):
+    """FP16 holds no weight that is subnormal in FP32, and no output keeps a factor as small as that."""
+    x = make_call(1, 2, 1, 100, 300, 64, True)
+    x.q.mul_(spread)
+    shifted = shifted_by_reference(x)
+    kept, flushed = (launch_attention(kernels, x, shifted, flush=flush) for flush in (0, 1))
+    for result in (kept, flushed):
+        assert result.report["ok"], result.report["fault"]
+    assert all(torch.equal(kept[name], flushed[name]) for name in ("out", "lse"))
 
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.library import opcheck
 import pasa
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from tests.adversarial_search import Genes, badness
 from tests.inputs import max_error, normal_qkv
@@ -42,6 +44,12 @@ def test_the_backend_is_available(npu):
     status = next(line for line in pasa.backends() if line.name == "npu")
     assert status.available
     assert "not on an NPU" in status.reason
+
+
+def test_the_library_says_what_it_was_built_with(npu_library):
+    """The build script writes what it finds; the versions of CANN and torch_npu are those of the mocks."""
+    here = {"torch": metadata.version("torch"), "torch_npu": "2.9.0", "cann": "9.1.0"}
+    assert build_record.built_with(npu_library) == here
 
 
 # ---- results

@@ -18,7 +18,9 @@ from tests.ascend_c.kernel_runs import (
     Call,
     Run,
     launch_attention,
+    launch_product_probe,
     launch_shift,
+    launch_vector_probe,
     means,
     means_with_biased_bits,
     shifted_by_reference,
@@ -99,6 +101,15 @@ def tiny_scale():
     return x
 
 
+def rising():
+    """Keys without anchors, of which the fourth block moves references that had been kept."""
+    x = random_call(1, 1, 1, 40, 7 * BLOCK, 64)
+    x.q.copy_((x.q * 128).round() / 128)
+    x.k.copy_(((x.k - 3) * 32).round() / 128)
+    x.k[:, :, 3 * BLOCK : 4 * BLOCK] *= 8
+    return x
+
+
 def below_the_guess():
     """The first row sees one key of two, 20 nats below their mean; the other row sees no difference."""
     x = random_call(1, 1, 1, 2, 2, 64, causal=True)
@@ -136,6 +147,7 @@ CALLS = [
     random_call(1, 2, 1, 256, 300, 128, spread=3.0),
     random_call(1, 2, 1, 256, 257, 128, exact=False, causal=True),
     random_call(1, 1, 1, 129, 640, 256),
+    random_call(1, 1, 1, 50, 55, 64),  # nine fractals of scores: the largest product that a barrier must order
     below_the_guess(),
     saturating(),
     opposite_blocks(1),
@@ -144,6 +156,9 @@ CALLS = [
     anchors_far_apart(),
     tiny_scale(),
     Call(*sunken(BLOCK)),
+    Call(*sunken(BLOCK, blocks=4)),  # references of later blocks are no guesses
+    rising(),
+    random_call(1, 1, 1, 20, 130, 64, exact=False, scale=100.0),  # scores too large to subtract a few nats from
     random_call(1, 1, 1, 20, 130, 64, scale=1e-5),  # a unit whose inverse FP16 does not hold
     unlike("later keys of the block", 1000.0),
     unlike("mixed signs", 1000.0),
@@ -198,6 +213,8 @@ def attempts(program):
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
+    kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
+    kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = [bits(launch, 0) for launch in kernels]
     assert None not in expected
     return [

@@ -73,6 +73,21 @@ def test_jitter_moves_exp_by_at_most_one_ulp_and_is_reproducible(twin):
     assert (seen[0] != seen[2]).any()
 
 
+@pytest.mark.parametrize(("case", "dtype"), [("half_op", np.float16), ("float_op", np.float32)])
+def test_exp_and_ln_keep_subnormal_numbers_or_flush_them(twin, case, dtype):
+    """A flushed result of Exp is 0, and Ln of a flushed operand is -inf."""
+    normal, smallest = (float(x) for x in (np.finfo(dtype).tiny, np.finfo(dtype).smallest_subnormal))
+    x = np.linspace(np.log(smallest), np.log(normal) + 1, 128).astype(dtype)
+    subnormal = np.exp(x.astype(np.float64)).astype(dtype)
+    for op, operand in (("Exp", x), ("Ln", subnormal)):
+        kept = (np.exp if op == "Exp" else np.log)(operand.astype(np.float64)).astype(dtype)
+        gone, zero = subnormal < normal, {"Exp": 0, "Ln": -np.inf}[op]
+        assert 0 < gone.sum() < len(x)
+        for flush, expected in ((0, kept), (1, np.where(gone, dtype(zero), kept))):
+            assert twin.run(case, {"x": operand}, op=op, flush=flush)["ok"]
+            np.testing.assert_array_equal(twin.load("z", dtype), expected)
+
+
 def test_half_does_not_keep_excess_precision(twin):
     x, one = np.full(128, 2048, np.float16), np.full(128, 1, np.float16)
     assert twin.run("half_op", {"x": one, "y": x}, op="AddSub", y="y")["ok"]
@@ -317,6 +332,15 @@ def test_half_in_the_kernels_own_code_keeps_no_excess_precision(twin_program, op
     program = twin_program("conversions", optimise=optimise)
     assert program.run("scalar_code")["ok"]
     assert program.load("z", np.float16)[0] == 0
+
+
+def test_a_scalar_becomes_half_by_rounding_to_odd(twin_program):
+    """A scalar that FP16 does not hold gets an odd last digit, whichever neighbour is nearer."""
+    x = np.float32([1, 2.0**-24, 65504, 1 + 2.0**-12, 1 - 2.0**-13, 3.14159, -3.14159, 1 + 2.0**-10 + 2.0**-20])
+    expected = [1, 2.0**-24, 65504, 1 + 2.0**-10, 1 - 2.0**-11, 3.142578125, -3.142578125, 1 + 2.0**-10]
+    program = twin_program("conversions")
+    assert program.run("scalar_to_half", {"x": x})["ok"]
+    np.testing.assert_array_equal(program.load("z", np.float16), np.float16(expected))
 
 
 @pytest.mark.parametrize("optimise", [("-O1",), ("-O2", *FAST[1:])], ids=["O1", "O2-f16c"])

@@ -99,6 +99,15 @@ def test_stored_longbench_meets_the_bounds(name):
     assert all(layer["overflows"] == layer["scores"] for layer in result["layers"])
 
 
+def test_a_page_says_that_generation_is_not_measured_until_a_run_is_stored(monkeypatch):
+    monkeypatch.setattr(generate, "RESULTS", {})
+    assert generate.generate_model() == "Not measured yet: no run is stored."
+    monkeypatch.setattr(generate, "RESULTS", {"model on h200": None, "profile on h200": None, "model on h100": None})
+    monkeypatch.setattr(generate, "stored", str.upper)
+    monkeypatch.setattr(generate.generation, "summary", lambda result: f"table of {result}")
+    assert generate.generate_model() == "table of MODEL ON H200\n\ntable of MODEL ON H100"
+
+
 def test_stored_throughput_is_of_the_whole_model():
     """PASA's prefill of 8,192 tokens takes no more memory than fused attention and no longer than eager."""
     found = {

@@ -6,6 +6,8 @@ import torch
 import pasa
 from pasa.eval import doctor
 from pasa.ops import registry
+from pasa.ops.attention.ascend import backend as npu_backend
+from tests import fake_npu
 
 
 @pytest.fixture
@@ -91,6 +93,21 @@ def test_a_line_for_each_device_says_on_what_the_guarantee_rests(gpus, monkeypat
     assert lines["cpu"] == f"sdpa: {source}; torch's is in class (a)"
     assert lines["cuda"] == f"triton: {registry.BACKENDS['triton'].label}; torch's is in class (a)"
     assert lines["xpu"] == "sdpa: not known; q, k and v are handed over in FP32; torch's is in class (c)"
+
+
+def test_an_ascend_310p_is_named_with_what_serves_it(monkeypatch):
+    """The lines advise no step that would not help there, such as to build kernels or to install triton-ascend."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    fake_npu.install(monkeypatch, "Ascend310P3")
+    npu_backend.library_error.cache_clear()
+    found = doctor.ascend_c()
+    npu_backend.library_error.cache_clear()
+    assert doctor.devices()["npu"] == "Ascend310P3"
+    assert doctor.kernels_line(doctor.kernels()) == "cannot run: Triton has no path to an Ascend310P3"
+    assert doctor.ascend_c_line(found) == (
+        "cannot run: no kernel was written for this chip, 'Ascend310P3': only for Ascend910B1 to B4; "
+        "an NPU here would be served by backend 'sdpa'"
+    )
 
 
 def test_the_table_shows_these_lines():

@@ -13,6 +13,7 @@ from pasa.eval import commands
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.stored import RESULTS, ROOT
 from pasa.eval.kit.tables import Table
+from pasa.eval.models.longbench import throughput
 
 STORED = sorted((ROOT / "eval").rglob("results/**/*.json"))
 
@@ -20,6 +21,7 @@ STORED = sorted((ROOT / "eval").rglob("results/**/*.json"))
 def experiments(path: Path) -> list[Experiment]:
     """Return what the modules of a stored run's folder declare, and the variants of these."""
     assert commands.app, "the commands import every module with an experiment"
+    assert throughput.EARLIER, "but for that of a command that measures something else now"
     folder = path.relative_to(ROOT).parts
     package = f"pasa.{'.'.join(folder[: folder.index('results')])}."
     modules = [module for name, module in sys.modules.items() if name.startswith(package)]

@@ -93,9 +93,23 @@ FUSED = [
     mutant(
         "the scale does not take up the power of two that Q lost",
         NPU,
-        "q, scale = q * 2.0**-exponent, scale * 2.0**exponent",
-        "q, scale = q * 2.0**-exponent, scale",
+        "return q * 2.0**-exponent, scale * 2.0**exponent",
+        "return q * 2.0**-exponent, scale",
         OF_NPU + "test_scores_beyond_fp16_are_scaled_down",
+    ),
+    mutant(
+        "a 310P gets queries as they came",
+        DEVICES,
+        "if listed is ON_310P and not capturing(q):",
+        "if False:",
+        OF_NPU + "test_no_score_is_cut_off_on_a_310p_whose_products_are_fp16[1.0]",
+    ),
+    mutant(
+        "a 310P gets a function that is not listed for it",
+        DEVICES,
+        'if device == "npu" and npu_chip().startswith(ASCEND_310P):',
+        "if False:",
+        OF_NPU + "test_a_310p_is_served_in_fp32[Ascend310P3]",
     ),
     mutant(
         "the power of two is rounded down",

@@ -324,7 +324,7 @@ HOST = [
     ),
     mutant(
         "prefills behind decodes read the first sequences' pages",
-        "pasa/patching/vllm.py",
+        "pasa/patching/vllm_layer.py",
         "*caches, self.block_table[d:], self.seq_lens[d:]",
         "*caches, self.block_table[: len(self.seq_lens) - d], self.seq_lens[d:]",
         "tests/pasa/patching/test_vllm.py::test_decodes_and_prompts_in_one_step",

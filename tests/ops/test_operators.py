@@ -184,6 +184,22 @@ def test_fake_kernel_has_the_true_geometry(op, dtype, strided, how):
     assert stated == geometry(call(**real, **how))
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_the_output_has_the_memory_order_of_q(backend, how):
+    """Models hold q as (B, S, H, D) and transpose the output back, so any other order would be copied once more."""
+    torch.compiler.reset()
+    attention = torch.compile(pasa.attention, backend="eager") if how == "compiled" else pasa.attention
+    q, k, v = normal_qkv((4, 2), (30, 30), 32, batch=2)
+    plain = attention(q, k, v, backend=backend)
+    assert plain.is_contiguous()
+    fused = torch.randn(2, 30, 3, 4, 32).half()
+    for tokens in (q.transpose(1, 2).contiguous(), fused[:, :, 0].copy_(q.transpose(1, 2))):
+        out = attention(tokens.transpose(1, 2), k, v, backend=backend)
+        assert out.transpose(1, 2).is_contiguous()
+        assert torch.equal(out, plain)
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_meta_tensors_have_shapes(layout):
     q, k, v = normal_qkv((4, 2), (30, 40), 32)

@@ -59,18 +59,19 @@ def test_products_below_fp16_at_a_large_scale(overflow, scale):
 
 @pytest.mark.parametrize("overflow", ["inf", "saturate"])
 @pytest.mark.parametrize("scale", [2.0**-60, 0.125, 1.0, 2.0**20])
-def test_scores_far_below_those_of_their_anchors(overflow, scale):
-    """Scores far below those of their anchors keep their weight.
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_scores_far_below_those_of_their_anchors(overflow, scale, blocks):
+    """Scores far below those of their anchors keep their weight. The first two blocks refer to a guess, others do not.
 
     Story: the running maximum was 2,000,000 units below what the second block's anchor adds, further than a
     reference reaches. Clamped, the reference stood above all scores of the block. They became -inf and had no
     weight, though they equal those of the first block; stored as -65504 they took the weight of the first.
     """
     config = pasa.PasaConfig(overflow=overflow, block_k=99)
-    q, k, v = sunken(99)
+    q, k, v = sunken(99, blocks=blocks)
     out, lse = pasa.attention(q, k, v, scale=scale, config=config, return_lse=True, backend="reference")
     _, true = pasa.golden_attention(q, k, v, scale=scale)
-    assert (out == 0.5).all()
+    assert (out == 1 / blocks).all()
     assert ((lse - true).abs() <= 2.0**-21 * true.abs()).all()  # a few roundings of what the anchor adds
 
 

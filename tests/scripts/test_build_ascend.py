@@ -10,6 +10,8 @@ import pytest
 
 from tests.ascend_c.twin_build import BUILD_SCRIPT, FAKES, build_environment
 
+CMAKE_FOLDER = BUILD_SCRIPT.parents[1] / "ascend_c"
+
 
 def refusal(folder, **changed):
     """Return the script's error under the fakes' variables, with some changed or (None) removed."""
@@ -30,8 +32,42 @@ def test_without_cann_it_says_what_to_source(tmp_path):
     assert refusal(tmp_path, ASCEND_HOME_PATH="") == said
 
 
+@pytest.mark.parametrize("soc", ["ascend310p1", "Ascend310P3", "ascend910_9391", "910b"])
+def test_a_chip_without_kernels_is_refused_by_name(tmp_path, soc):
+    """Nothing else is asked first: CANN would be installed in vain."""
+    said = refusal(tmp_path, SOC_VERSION=soc, ASCEND_HOME_PATH=None)
+    assert said.startswith(f"build_ascend.sh: no kernel was written for SOC_VERSION={soc}, only for Ascend910B1 to B4")
+    assert said.endswith("'pasa doctor' says what serves it")
+
+
+@pytest.mark.parametrize("soc", ["ascend910b3", "Ascend910B2C", ""])
+def test_a_chip_with_kernels_is_not_refused(tmp_path, soc):
+    assert "ASCEND_HOME_PATH is not set" in refusal(tmp_path, SOC_VERSION=soc, ASCEND_HOME_PATH=None)
+
+
+def test_another_architecture_is_refused_before_the_compiler_is_looked_for(tmp_path):
+    command = ["cmake", "-S", CMAKE_FOLDER, "-B", tmp_path, "-DCMAKE_ASC_ARCHITECTURES=dav-2002"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode
+    assert "no kernel was written for dav-2002, only for dav-2201" in " ".join(done.stderr.split())
+    assert done.stderr.count("CMake Error") == 1
+
+
 def test_cann_that_is_not_there(tmp_path):
     assert refusal(tmp_path, ASCEND_HOME_PATH="/no/such/cann").endswith("/no/such/cann is not a folder")
+
+
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.0", "9.0.1", "8.0.RC3.alpha002"])
+def test_cann_that_is_too_old(tmp_path, version):
+    """CANN 9.0 lacks two calls of the kernels: a compiler would say so ten times and name no version."""
+    info = tmp_path / "cann/x86_64-linux/ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+    said = refusal(tmp_path, ASCEND_HOME_PATH=str(tmp_path / "cann"))
+    assert said == (
+        f"build_ascend.sh: CANN {version} has no ReduceRepeat and no SetSaturationFlag, which the kernels call; "
+        "install CANN 9.1 or newer"
+    )
 
 
 def test_python_that_is_not_there(tmp_path):

@@ -16,7 +16,7 @@ import pasa
 from pasa.eval.accuracy.gradients.cases import BATCH, CASES, GradientCase, Inputs, make_inputs
 from pasa.eval.accuracy.gradients.truth import Gradients, exact_gradients, plain_gradients
 from pasa.eval.kit import experiment, output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, find_device, named_here, origin, pick_device
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.stored import pick
@@ -44,6 +44,7 @@ Record = dict[str, Any]
 def run_gradients(
     seed: Annotated[int, "Seed of the inputs."] = 0,
     rounds: Annotated[int, "Timed turns of each implementation."] = 5,
+    device: Annotated[str | None, "Device, such as npu:0; default: the accelerator, or the CPU."] = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Errors of gradients against FP64, and on a GPU their time beside SDPA's; exit 1 if one is too large.
@@ -53,21 +54,21 @@ def run_gradients(
     """
     at_least(0, seed=seed)
     at_least(1, rounds=rounds)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    place = pick_device() if device is None else find_device(device)
+    on_gpu = place.type == "cuda"
     backends = [TRITON, REFERENCE] if on_gpu else [REFERENCE]
     steps = len(CASES) + len(SHAPES) * on_gpu
     records: list[Record] = []
     for index, case in enumerate(CASES):
         progress(index, steps, case.name)
-        records += judge_case(case, backends, seed, device)
+        records += judge_case(case, backends, seed, place)
     gate = judge(records)
     measured: dict[str, list[Record]] = {"times": [], "kernels": []}
     if on_gpu and gate["passed"]:
         measured = measure(CudaClock(), rounds, lambda index, name: progress(len(CASES) + index, steps, name))
     return {
-        "note": "gradients on the device named here; nothing was run on an NPU",
-        "environment": describe(device),
+        "note": named_here("gradients", place),
+        "environment": describe(place),
         "seed": seed,
         "rounds": rounds,
         "backends": backends,

@@ -182,6 +182,7 @@ KERNELS = (
     Arithmetic("triton-paper-fp16", LETTER, "kernel: the published algorithm to the letter", "triton"),
     Arithmetic("triton-exact", PasaConfig(), "kernel: the default", "triton"),
     Arithmetic("triton-exact-fp16", PasaConfig(accumulate="fp16"), 'kernel: accumulate="fp16"', "triton"),
+    Arithmetic("npu-paper", PAPER, "kernel in Ascend C: the published recovery", "npu"),
+    Arithmetic("npu-exact", PasaConfig(), "kernel in Ascend C: the default", "npu"),
 )
-GATED_KERNEL = "triton-exact"
 SDPA = Arithmetic("sdpa-fp32", PasaConfig(), "torch's attention on FP32 tensors, nothing rounded to FP16", "torch")

@@ -32,7 +32,15 @@ LIMITS = {"b": {"max_error": NAIVE_FACTOR}, "c": L1}  # largest ratios to the ya
 SHARES = ("nonfinite_share", "scores_nonfinite_share", "scores_saturated_share")  # must be zero for gate (a)
 # Gate (c) is shown, but does not decide: it compares with FP32 scores, which FP16 attention need not match.
 DECIDING = "ab"
-SCORES = ("nonfinite_share", "saturated_share", "touched_rows", "rescued_share", "max_before", "max_after")
+SCORES = (
+    "nonfinite_share",
+    "saturated_share",
+    "touched_rows",
+    "rescued_share",
+    "flushed_share",
+    "max_before",
+    "max_after",
+)
 
 
 def compare(
@@ -81,9 +89,9 @@ def measure(arithmetic: Arithmetic, q: Tensor, k: Tensor, v: Tensor, golden: Ten
         counts, pairs = entries[0], q.shape[:3].numel() * k.shape[2]
         nonfinite, saturated = float(counts.nonfinite.sum()) / pairs, float(counts.saturated.sum()) / pairs
         touched = touched_rows(q, k, v, config) if nonfinite or saturated else 0.0
-        rescued = float(counts.rescued_tiles.sum() / counts.tiles.sum())
+        rescued, flushed = (float(x.sum() / counts.tiles.sum()) for x in (counts.rescued_tiles, counts.flushed_tiles))
         largest = float(counts.max_score_before.max()), float(counts.max_score_after.max())
-        scores = dict(zip(SCORES, (nonfinite, saturated, touched, rescued, *largest), strict=True))
+        scores = dict(zip(SCORES, (nonfinite, saturated, touched, rescued, flushed, *largest), strict=True))
     else:
         out = pasa.attention(q, k, v, config=config, backend=arithmetic.backend)
     errors = dataclasses.asdict(measure_errors(out, golden))

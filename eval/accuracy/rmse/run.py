@@ -15,7 +15,7 @@ from pasa.eval.accuracy.rmse import cases, devices, report
 from pasa.eval.accuracy.rmse.cases import COMPETITOR, GATED, NAIVE, SDPA, Case, Shape
 from pasa.eval.accuracy.rmse.measure import Job, Record, compare, golden_by_head, measure, quotient
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe
+from pasa.eval.kit.device import describe, find_device, pick_device
 from pasa.eval.kit.error_metrics import generator, measure_errors
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
@@ -48,15 +48,28 @@ def run_rmse(
 
 
 def run_kernels(
-    heads: Heads = None, seq: Positions = None, seeds: Seeds = (0,), progress: output.Report = output.silent
+    heads: Heads = None,
+    seq: Positions = None,
+    seeds: Seeds = (0,),
+    device: Annotated[str | None, "Device, such as npu:0; default: the accelerator, or the CPU."] = None,
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """The same on the Triton kernels, on a GPU or interpreted; their score tiles are FP32 and cannot overflow."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arithmetics = (*(each for each in cases.ARITHMETICS if each.name in EMULATED), *cases.KERNELS)
-    machine = describe(device)
-    where: dict[str, Any] = {"device": device, "gated": cases.GATED_KERNEL, "progress": progress}
+    """The same on our kernels: those in Ascend C on an NPU, else Triton's, whose FP32 scores cannot overflow."""
+    place = pick_device() if device is None else find_device(device)
+    return measure_kernels(place, "npu" if place.type == "npu" else "triton", heads, seq, seeds, progress)
+
+
+def measure_kernels(
+    place: torch.device, backend: str, heads: Heads, seq: Positions, seeds: Seeds, progress: output.Report
+) -> dict[str, Any]:
+    """Measure the kernels of a backend on a device, beside the emulation."""
+    kernels = tuple(each for each in cases.KERNELS if each.backend == backend)
+    arithmetics = (*(each for each in cases.ARITHMETICS if each.name in EMULATED), *kernels)
+    machine = describe(place)
+    where: dict[str, Any] = {"device": place, "gated": f"{backend}-exact", "progress": progress}
     measured = _run(cases.PAPER_CASES, heads, seq, seeds, arithmetics=arithmetics, **where)
-    note = f"Triton kernels on {machine['device']}, and the emulation of an NPU's arithmetic run there"
+    named = {"triton": "Triton", "npu": "Ascend C"}[backend]
+    note = f"{named} kernels on {machine['device']}, and the emulation of an NPU's arithmetic run there"
     return measured | {"note": note, "environment": machine}
 
 

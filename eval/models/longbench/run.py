@@ -26,6 +26,7 @@ from pasa.eval.models.longbench.generation import answer, count_overflow
 from pasa.eval.models.longbench.report import Line, report, summarise
 from pasa.eval.models.longbench.tasks import Task, find_task
 from pasa.eval.models.precisions import Subject, choose_offset, parse_precisions
+from pasa.ops.versions import package_version
 
 PRECISIONS = ("fp32", "bf16", "fp16-eager", "pasa")
 
@@ -100,7 +101,7 @@ class _Run:
         subject, file = self.subject, self.folder / "settings.json"
         identity = {
             **{f"data.{dataset}": f"{len(items)} items, {digest(items)}" for dataset, items in self.questions.items()},
-            **{name: output.package_version(name) for name in ("pasa", "torch", "transformers")},
+            **{name: package_version(name) for name in ("pasa", "torch", "transformers")},
             **subject.identity(),
             **self.settings,
             "files": subject.files(),

@@ -141,7 +141,7 @@ def generate(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> 
 
 def _extremes(record: Any) -> Run:
     largest = {name: float(getattr(record, name).max()) for name in ("max_score_before", "max_score_after")}
-    return largest | {name: int(getattr(record, name).sum()) for name in ("rescued_tiles", "tiles")}
+    return largest | {name: int(getattr(record, name).sum()) for name in ("rescued_tiles", "flushed_tiles", "tiles")}
 
 
 def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
@@ -185,6 +185,7 @@ def collect(runs: dict[str, Run]) -> Run:
         "layers_that_overflow": sum(layer["max_score_before"] > FP16_MAX for layer in layers),
         "layers": len(layers),
         "tiles_in_fp32": sum(layer["rescued_tiles"] for layer in layers),
+        "flushed_tiles": sum(layer["flushed_tiles"] for layer in layers),
         "tiles": sum(layer["tiles"] for layer in layers),
         "fp16_nonfinite_logits": failing["nonfinite_logits"],
         "pasa_nonfinite_logits": rescued["nonfinite_logits"],

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval.kit.memory import added_peak, held_bytes
 from pasa.eval.models.whole_model_speed.subjects import Phases, Record, Subject
 from pasa.fp16 import counting
 
@@ -44,18 +45,19 @@ def cast(model: Any, dtype: torch.dtype, wide: tuple[str, ...] = ()) -> Any:
 
 def prepare(name: str, original: Any, subject: Subject, inputs: Tensor) -> Prepared:
     """Return a copy of the original in the precision `name`."""
-    before = _allocated(inputs.device)
-    prepared = Prepared(copy.deepcopy(original))
+    before = held_bytes(inputs.device)
     if name == CONVERTED:
-        _reset_peak(inputs.device)
-        started = time.perf_counter()
-        handle = pasa.to_fp16(prepared.model, subject.sample(inputs))
-        prepared.record = {"seconds": time.perf_counter() - started, "peak_bytes": _peak(inputs.device, before)}
-        prepared.record["handle"] = handle
+        with added_peak(inputs.device) as peak:
+            prepared = Prepared(copy.deepcopy(original))
+            started = time.perf_counter()
+            handle = pasa.to_fp16(prepared.model, subject.sample(inputs))
+            seconds = time.perf_counter() - started
+        prepared.record = {"seconds": seconds, "peak_bytes": peak.bytes, "handle": handle}
     else:
+        prepared = Prepared(copy.deepcopy(original))
         PRECISIONS[name](prepared.model)
     gc.collect()
-    after = _allocated(inputs.device)
+    after = held_bytes(inputs.device)
     prepared.held = None if after is None or before is None else after - before
     return prepared
 
@@ -76,27 +78,11 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _allocated(device: torch.device) -> int | None:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device, before: int | None) -> int | None:
-    """Return the most bytes that were allocated beyond `before` since the peak was reset."""
-    return None if before is None else torch.cuda.max_memory_allocated(device) - before
-
-
 def memory(prepared: Prepared, run: Callable[[], object], device: torch.device) -> int | None:
     """Return the bytes of a model and of what a run of it allocates; None without a GPU."""
-    before = _allocated(device)
-    _reset_peak(device)
-    run()
-    peak = _peak(device, before)
-    return None if peak is None or prepared.held is None else prepared.held + peak
+    with added_peak(device) as peak:
+        run()
+    return None if peak.bytes is None or prepared.held is None else prepared.held + peak.bytes
 
 
 @contextmanager

@@ -13,17 +13,16 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
-from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.device import describe, find_device, named_here, origin
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.random_model import CONFIGS, build
 from pasa.eval.kit.tables import Column, Table, number
-from pasa.eval.kit.timing import Call, Clock, CudaClock, added_cost
+from pasa.eval.kit.timing import Call, Clock, CudaClock, NpuClock, added_cost
 from pasa.eval.speed.cases import SpeedCase
 from pasa.ops import dispatch, operators
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
-from pasa.ops.attention.spec.scores import RESCUE_REACH
-from pasa.ops.attention.spec.watch import FIELDS, FIRST_BLOCK, STRIDE
+from pasa.ops.attention.spec.watch import FIELDS, FIRST_BLOCK, RUNAWAY, STRIDE
 from pasa.ops.numerics.formats import FP16_MAX
 
 MOST_PERCENT = 2.0  # that watching a model may cost
@@ -54,15 +53,16 @@ Case = tuple[str, str, Call, Call, int]  # kind, name, without, with, calls of a
 
 def run_watch(
     turns: Annotated[int, "Timed turns of each case, with and without pasa.watch."] = 15,
+    device: Annotated[str, "cuda, or an NPU such as npu:0."] = "cuda",
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Time pasa.watch on a CUDA device; exit 1 if a count or an output is wrong, or a model pays 2 % or more.
+    """Time pasa.watch on a GPU or NPU; exit 1 if a count or an output is wrong, or a model pays 2 % or more.
 
     Nothing is timed where a count is wrong. The result has ``checks`` (a record for each call that was counted) and
     ``records`` (milliseconds without and with; cost in percent: median, p20 and p80 of the turns' ratios).
     """
     at_least(1, turns=turns)
-    clock = CudaClock()
+    clock = NpuClock(find_device(device)) if torch.device(device).type == "npu" else CudaClock()
     counted = judge(clock.device)
     checks = {"counts_exact": all(each["exact"] for each in counted)}
     records: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def run_watch(
         "begin_ms": begin,
         "checks": counted,
         "records": records,
-        "note": "random weights and data, FP16; nothing was run on an NPU",
+        "note": named_here("random weights and data, FP16,", clock.device),
         "environment": describe(clock.device),
     }
 
@@ -197,7 +197,7 @@ def define(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
     counts = (
         seen.any(1),
         (seen & (scores >= top[:, None] - EPSILON)).sum(1) > 1,
-        (near > -torch.inf) & (top - near > RESCUE_REACH),
+        (near > -torch.inf) & (top - near > RUNAWAY),
         seen,
         seen & (products.abs() > FP16_MAX),
     )

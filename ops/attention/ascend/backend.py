@@ -1,4 +1,4 @@
-"""Call the Ascend C kernels (ascend_c/), which the library of `scripts/build_ascend.sh` holds.
+"""Call the Ascend C kernels (ascend_c/), which the library of `pasa build-ascend` holds.
 
 The kernels require contiguous FP16 tensors with a head dimension that is a multiple of 16, and
 blocks of 128 keys. This module prepares the tensors. Nothing here has run on an NPU; tests run the
@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from pasa.ops import envs
+from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
+from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
+# The library links these packages, whose C++ interfaces change with every version.
+LINKED = ("torch", "torch_npu")
 
 
 def attend(call: Call) -> Results:
@@ -101,9 +105,15 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 @cache
 def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
+    chip = npu_chip()
+    if chip.startswith(ASCEND_310P):  # to build the library would not help
+        return f"no kernel was written for this chip, '{chip}': only for Ascend910B1 to B4"
     path = envs.ascend_library()
     if not path.is_file():
-        return f"there is no {path}: build it with {envs.ascend_build_script()} where CANN is installed"
+        return f"there is no {path}: run `pasa build-ascend` where CANN is installed"
+    for name, (built, here) in build_record.differences(path).items():
+        if name in LINKED:
+            return f"{path} was built for {name} {built}, and {here} is installed: run `pasa build-ascend` again"
     try:
         torch.ops.load_library(path)
     except OSError as error:

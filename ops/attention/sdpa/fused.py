@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pasa.ops.attention.call import capturing
 from pasa.ops.attention.sdpa import npu
+from pasa.ops.devices import ASCEND_310P, npu_chip
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
@@ -45,12 +46,21 @@ FORMATS: dict[str, ScoreFormat] = {
     "npu": ScoreFormat("b", "torch_npu's attention may keep q.k in FP16 (its documentation does not say; not run)"),
 }
 """Maps device types to what is known of them. A device that is not listed is `UNKNOWN`."""
+ON_310P = ScoreFormat(
+    "c",
+    "the vendor's attention is not listed for this chip; q, k and v are handed over in FP32, with Q scaled down "
+    "because no documentation says that products stay FP32 (not run)",
+)
+"""Replaces the entry of NPUs on an Ascend 310P. Its cube multiplies FP16 alone, and a q.k stored in FP16 would be cut
+off at 65504 without a trace (docs/ascend/310p.md)."""
 
 
 def score_format(device: str) -> ScoreFormat:
     """Return how the fused attention of a device type keeps its scores."""
     if device == "cuda" and torch.version.hip is not None:
         return UNKNOWN  # ROCm calls its devices cuda, but its kernels are others
+    if device == "npu" and npu_chip().startswith(ASCEND_310P):
+        return ON_310P
     return FORMATS.get(device, UNKNOWN)
 
 
@@ -59,7 +69,8 @@ def fused_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend by the device's fused attention, or by FP32 where its scores may be FP16."""
     device = q.device.type
-    kind = score_format(device).kind
+    listed = score_format(device)
+    kind = listed.kind
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels do not look at this stride
     if kind == "a" and device == "cpu":
         return _cpu(q, k, v, bias, causal, scale)
@@ -69,6 +80,8 @@ def fused_attention(
         out, lse = npu.npu_attention(q, k, v, bias, causal, scale)
         if bool(out.isfinite().all()):  # no documentation says that scaled scores are FP32; infinite ones leave NaN
             return out, lse
+    if listed is ON_310P and not capturing(q):
+        q, scale = npu.scaled_down(q, k, scale)
     return _in_fp32(q, k, v, bias, causal, scale)
 
 

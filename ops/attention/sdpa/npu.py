@@ -1,4 +1,4 @@
-"""Call an NPU's fused attention, with Q scaled down so that q.k fits into FP16.
+"""Scale Q down so that q.k fits into FP16, and call an NPU's fused attention with it.
 
 Written from the documentation of `torch_npu.npu_fused_infer_attention_score` (op-plugin). It does not say in which
 format q.k is stored. Nothing here has run on an NPU; tests run it on a fake of that function.
@@ -37,13 +37,8 @@ def serves(q: Tensor, bias: Tensor | None) -> bool:
 def npu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `fused_attention` does, in as many launches as the limits on heads require; reads a bound back.
-
-    Q is multiplied by 2^-e and the scale by 2^e. That is exact except for elements of Q that become subnormal, which
-    then err by 2^-25 at most.
-    """
-    exponent = _exponent(q, k)
-    q, scale = q * 2.0**-exponent, scale * 2.0**exponent
+    """Attend as `fused_attention` does, in as many launches as the limits on heads require; reads a bound back."""
+    q, scale = scaled_down(q, k, scale)
     mask = None if mask is None else (~mask).expand(*q.shape[:3], k.shape[2]).unflatten(1, (k.shape[1], -1))
     outputs, lses = [], []
     for at, part in enumerate(q.unflatten(1, (k.shape[1], -1)).split(LARGEST_GROUP, 2)):
@@ -60,6 +55,15 @@ def npu_attention(
         outputs.append(out)
         lses.append(lse)
     return torch.cat(outputs, 2).flatten(1, 2), torch.cat(lses, 2).flatten(1, 2)
+
+
+def scaled_down(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return Q times 2^-e and the scale times 2^e, with e so that q.k fits into FP16; reads a bound back.
+
+    That is exact except for elements of Q that become subnormal, which then err by 2^-25 at most.
+    """
+    exponent = _exponent(q, k)
+    return q * 2.0**-exponent, scale * 2.0**exponent
 
 
 def _exponent(q: Tensor, k: Tensor) -> int:
@@ -80,7 +84,7 @@ def _launch(
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     out, lse = torch_npu.npu_fused_infer_attention_score(
         q, k, v, num_heads=heads, num_key_value_heads=kv_heads, input_layout="BNSD", scale=scale,
-        atten_mask=_causal_mask(q.device) if causal else None if hidden is None else hidden.contiguous(),
+        atten_mask=causal_mask(q.device) if causal else None if hidden is None else hidden.contiguous(),
         sparse_mode=TOP_LEFT_CAUSAL if causal else ALL_KEYS,
         inner_precise=HIGH_PRECISION if hidden is None else HIGH_PRECISION_MASKED_ROWS, softmax_lse_flag=True,
     )  # fmt: skip
@@ -88,6 +92,6 @@ def _launch(
 
 
 @cache
-def _causal_mask(device: torch.device) -> Tensor:
+def causal_mask(device: torch.device) -> Tensor:
     """Return the mask that `TOP_LEFT_CAUSAL` requires."""
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)

@@ -21,13 +21,22 @@ from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, h
 from pasa.ops.attention.spec.packed import attend_apart, without_keys
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
-from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model
+from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model, whole_tiles
 from pasa.ops.notices import caller
 from pasa.ops.numerics.dither import round_unbiased
 from pasa.ops.numerics.formats import FORMATS, FP16, FP32, Format, Overflow, round_to
 
 SILENCE = """to silence: warnings.filterwarnings("ignore", "softmax='unbiased_paper'", UserWarning)"""
 NOTICED = -11 * math.log(2)  # nats: such keys weigh 2^-11, FP16's rounding
+# In nats: the largest distance of a score above what its row's weights are relative to. Further
+# above, the row's weights become relative to that score. FP16 holds exp(4) = 54.6 times `LIFT`.
+MOVE_REACH = 4.0
+# In nats: the largest distance of a tile's reference from that of the weights, row by row, that is
+# not subtracted. It is an eighth of the error of rounding a weight to FP16.
+ALIGNED = 2.0**-14
+# Weights are stored in FP16 as multiples of 1 / LIFT, so they vanish only 24.3 nats below the
+# reference. A power of two, so that O / l does not change.
+LIFT = 2.0**10
 # What unbiased rounding rounds to directly: rounding FP16 again to BF16 would bring back a bias.
 ROUNDS_ONCE = {torch.bfloat16: FORMATS["bf16"]}
 
@@ -41,7 +50,7 @@ def attend(call: Call) -> Results:
     -------
     Results
         The log-sum-exp is a natural logarithm, and -inf where a row sees neither a key nor a sink. `counts` is None
-        without `diagnose`; see `diagnostics.ScoreCounts`. Packed sequences have theirs joined, (1, Hq, 6).
+        without `diagnose`; see `diagnostics.ScoreCounts`. Packed sequences have theirs joined, (1, Hq, 7).
 
     Raises
     ------
@@ -124,12 +133,13 @@ def _blocks(
             continue
         visible, bias = mask.tile(first, end, start, stop)
         rows = q[..., first:end, :]
-        block = Block(index, rows, k[..., start:stop, :], visible, bias, softmax.maximum[..., first:end, :], first)
+        behind, guessed = softmax.behind[..., first:end, :], softmax.guessed[..., first:end, :]
+        block = Block(index, rows, k[..., start:stop, :], visible, bias, behind, first, guessed)
         tile = model.tile(block)
-        if counts is not None:
-            counts.add(block, tile, scored)
         frame = model.frame(q) if options.softmax == "unbiased_paper" else 0.0
         softmax.add(tile, block, v[..., start:stop, :], frame if isinstance(frame, float) else frame[..., first:end, :])
+        if counts is not None:
+            counts.add(block, tile, softmax.flushed, scored)
     sinks = None if call.sinks is None else call.sinks.float().reshape(-1, q.shape[2], 1, 1)
     return *softmax.finish(model.frame(q), sinks), None if counts is None else counts.table
 
@@ -154,7 +164,13 @@ class OnlineSoftmax:
         # A mean fits wherever its values do. But the sums above and below the fraction bar are rounded separately,
         # and a few thousand roundings may carry 65504 past 65520, where infinity begins.
         self.stored: Overflow = "saturate" if exact else options.overflow
-        self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        # The weights of these modes are relative to a reference that seldom moves, so O need not be rescaled.
+        self.lazy = exact and not low and options.softmax in ("safe", "unbiased")
+        self.lift, self.block_q = LIFT if self.lazy else 1.0, options.block_q
+        self.maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)  # what l and O are relative to
+        self.behind = self.maximum.clone()  # the same, one block ago, in the frame of the last block
+        self.guessed = torch.zeros_like(self.behind, dtype=torch.bool)
+        self.flushed = self.guessed  # rows of the last block whose O so far was rescaled before it
         self.sum = torch.zeros_like(self.maximum)
         self.lost = self.maximum.clone()  # largest score of the blocks whose weights have all underflowed
         self.max_logits = self.maximum.clone()  # without what a rule adds
@@ -184,16 +200,20 @@ class OnlineSoftmax:
         highest = top + tile.offset
         seen = highest if alive is None else highest.where(alive, -torch.inf)
         self.max_logits[..., old, :] = torch.maximum(self.max_logits[..., old, :] + tile.carry, seen)
-        if self.rule != "safe":
-            top = self._row(top + self._shift(scores, top, tile, carried, frame))
-        weights = self._row(torch.exp(self._row(scores - top)))
-        rounded = round_to(weights, FP16, overflow=self.overflow)
+        self._remember(old, unseen, carried, tile, alive)
+        if self.lazy:
+            shift, maximum, new = self._lazy_reference(top, carried, tile, block, seen > -torch.inf)
+        else:
+            if self.rule != "safe":
+                top = self._row(top + self._shift(scores, top, tile, carried, frame))
+            shift, maximum, new = self._own_reference(top, carried, tile, alive)
+        weights = self._row(torch.exp(self._row(scores - shift)))
+        rounded = round_to(weights * self.lift, FP16, overflow=self.overflow) / self.lift
         row_sum = self._sum(rounded if self.exact else weights)
-        tile_max = self._row(top + tile.offset)
-        candidate = tile_max if alive is None else tile_max.where(alive, -torch.inf)
-        maximum = torch.maximum(carried, candidate)
-        keep = self._factor(carried - maximum, self.sum[..., old, :] != 0)
-        new = self._factor(tile_max - maximum, alive)
+        begun = self.sum[..., old, :] != 0
+        moved = maximum > carried if tile.rescued is None else (maximum > carried) | tile.rescued
+        self.flushed = moved & begun
+        keep = self._factor(carried - maximum, begun)
         before = self.sum[..., old, :] * keep
         self.sum[..., old, :] = self._row(self._row(before) + self._row(new * row_sum))
         self.maximum[..., old, :] = maximum
@@ -201,6 +221,36 @@ class OnlineSoftmax:
             gone = (rounded == 0).all(-1, keepdim=True) & (scores > -torch.inf).any(-1, keepdim=True)
             self.lost[..., old, :] = torch.maximum(self.lost[..., old, :] + tile.carry, highest.where(gone, -torch.inf))
         self._add_output(old, rounded, row_sum, keep, new, before, v)
+
+    def _lazy_reference(
+        self, top: Tensor, carried: Tensor, tile: ScoreTile, block: Block, alive: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what this tile's scores lose, the reference after it, and the factor of its weights.
+
+        References stay as long as no score of a tile lies more than MOVE_REACH above its row's. Otherwise those of all
+        rows of the tile become running maxima.
+        """
+        here = carried - tile.offset
+        moves = whole_tiles((top - here > MOVE_REACH) & alive, block.rows_before, self.block_q)
+        maximum = torch.where(moves & alive, torch.maximum(carried, top + tile.offset), carried)
+        apart = whole_tiles(here.abs() > ALIGNED, block.rows_before, self.block_q)
+        shift = torch.where(moves, torch.maximum(here, top), here.where(apart, 0.0))
+        return shift.where(alive, 0.0), maximum, alive.to(top)
+
+    def _own_reference(
+        self, top: Tensor, carried: Tensor, tile: ScoreTile, alive: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same where a tile's weights are relative to its own maximum, as in Algorithm 1."""
+        tile_max = self._row(top + tile.offset)
+        maximum = torch.maximum(carried, tile_max if alive is None else tile_max.where(alive, -torch.inf))
+        return top, maximum, self._factor(tile_max - maximum, alive)
+
+    def _remember(self, old: slice, unseen: Tensor, carried: Tensor, tile: ScoreTile, alive: Tensor | None) -> None:
+        """Keep what the next block refers to: a cube forms its scores while this block's weights are made."""
+        guess = torch.as_tensor(tile.offset).expand_as(carried)
+        first = unseen if alive is None else unseen & alive
+        self.behind[..., old, :] = torch.where(first, guess, carried)
+        self.guessed[..., old, :] = first
 
     def _shift(
         self, scores: Tensor, top: Tensor, tile: ScoreTile, carried: Tensor, frame: Tensor | float

@@ -9,23 +9,24 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import Block, ScoreTile, matmul_rows, tiles_with
 from pasa.ops.numerics.formats import FP16_MAX
 
-FIELDS = ("max_score_before", "max_score_after", "nonfinite", "saturated", "rescued_tiles", "tiles")
+FIELDS = ("max_score_before", "max_score_after", "nonfinite", "saturated", "rescued_tiles", "flushed_tiles", "tiles")
 MAXIMA = 2  # the first fields are maxima, the others are counts
 
 
 class ScoreCounts:
-    """Collect a table (B, Hq, 6) in FP64, tile by tile; its columns are `FIELDS`.
+    """Collect a table (B, Hq, 7) in FP64, tile by tile; its columns are `FIELDS`.
 
     ``max_score_before`` is max |q.k|, unscaled and unshifted. ``max_score_after`` is max |stored
     tile value|. Both are taken over visible pairs. ``nonfinite`` and ``saturated`` (|x| = 65504)
     count visible scores that FP16 stored. A tile is block_q rows by block_k keys of one head; a
-    rescued tile was kept in FP32.
+    rescued tile was kept in FP32. Before a flushed one the output of earlier tiles was rescaled,
+    because a row's reference moved or the tile was rescued.
     """
 
     def __init__(self, batch: int, heads: int, device: torch.device) -> None:
         self.table = torch.zeros(batch, heads, len(FIELDS), dtype=torch.float64, device=device)
 
-    def add(self, block: Block, tile: ScoreTile, options: AttentionOptions) -> None:
+    def add(self, block: Block, tile: ScoreTile, flushed: Tensor, options: AttentionOptions) -> None:
         """Add the counts of one tile."""
         before, after = matmul_rows(block.q, block.k).abs(), tile.stored.abs()
         in_fp16 = torch.ones_like(after, dtype=torch.bool) if tile.rescued is None else ~tile.rescued.expand_as(after)
@@ -41,6 +42,7 @@ class ScoreCounts:
             (~torch.isfinite(after)).sum((-1, -2)),
             ((after == FP16_MAX) & in_fp16).sum((-1, -2)),
             tiles_with(rescued, block.rows_before, options.block_q).sum(-1),
+            tiles_with(flushed, block.rows_before, options.block_q).sum(-1),
             tiles_with(every, block.rows_before, options.block_q).sum(-1),
         ]
         self.join(torch.stack([column.flatten(1, 2).double() for column in columns], -1))

@@ -17,7 +17,7 @@ def attend_apart(attend: Callable[[Call], Results], call: Call) -> Results:
     """Attend within packed sequences: each one sees only itself. Lengths are read on the host.
 
     Rows of a sequence without keys give 0, and their log-sum-exp is that of `without_keys`. Tables of diagnostics are
-    joined, (1, Hq, 6).
+    joined, (1, Hq, 7).
     """
     q, k, v = call.q, call.k, call.v
     edges_q, edges_k = call.edges()

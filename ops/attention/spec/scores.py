@@ -28,10 +28,10 @@ from pasa.ops.numerics.shifting import (
 )
 
 # In nats: the largest distance of a score above the row's reference. FP16 stores scores further
-# above too coarsely, so their tile stays in FP32. At 8 nats FP16 spacing is 2^-7 in tile units (one
-# unit is 0.7 to 1.4 nats), so a weight is off by at most 0.6 %. Rounding P to FP16 and the bulk of
-# the scores (|t| in [1, 8]) already cause errors of that size. See README.md.
-RESCUE_REACH = 8.0
+# above too coarsely, so their tile stays in FP32. Up to 6 nats FP16 spacing is at most 2^-7 in tile
+# units (one unit is 0.7 to 1.4 nats), so a weight is off by at most 0.6 %. With 8 nats, scores whose
+# maximum rises from block to block err twice as much (tests/properties/test_large_bias.py).
+RESCUE_REACH = 6.0
 # In nats: weights below exp(-104) are zero even as FP32 subnormals.
 ZERO_WEIGHT = 104.0
 # The most nats in one unit of a stored tile. Above it FP16's subnormals, 2^-24 units apart, are too
@@ -83,9 +83,12 @@ class Block:
     visible : Tensor (..., rows, n), bool, optional
     bias : Tensor (..., rows, n), FP32, optional
     reference : Tensor (B, Hkv, G, rows, 1)
-        Running maximum of the rows; -inf before their first visible key.
+        What the rows' weights were relative to before the previous block. It is -inf before the
+        first visible key, and then, for one block, the guess that the first tile referred to.
     rows_before : int
         Number of rows of the sequence before these.
+    guessed : Tensor (B, Hkv, G, rows, 1), bool, optional
+        Rows whose reference is such a guess.
     """
 
     index: int
@@ -95,6 +98,7 @@ class Block:
     bias: Tensor | None
     reference: Tensor
     rows_before: int
+    guessed: Tensor | None = None
 
 
 class ScoreModel(Protocol):
@@ -258,14 +262,15 @@ class ExactScores:
         offset = matmul_rows(block.q, keys.anchor - anchor)
         guess = matmul_rows(block.q, keys.mean_residual)  # the block's mean score, in the frame of the block's anchor
         started = (block.reference > -torch.inf) & (block.bias is None)
+        settled = started if block.guessed is None else started & ~block.guessed
         reference = torch.where(started, (block.reference + carry) / self.scale - offset, guess) * unit
         farthest = (FARTHEST_REFERENCE * unit / self.scale).clamp(max=2 * FP16_MAX)
         clamped = torch.maximum(reference, -farthest)
-        clamped = torch.where(started, clamped, torch.minimum(clamped, farthest))
+        clamped = torch.where(settled, clamped, torch.minimum(clamped, farthest))
         rho = sum(two_terms(clamped))
         wide = matmul_rows(block.q, keys.keys) - rho
         narrow = round_to(wide, FP16, overflow=self.overflow)
-        rescued = self._rescued(block, narrow, clamped - reference, self.scale / unit)
+        rescued = self._rescued(block, narrow, clamped - reference, self.scale / unit, settled)
         stored = torch.where(rescued, wide, narrow)
         return ScoreTile(stored, stored * (self.scale / unit), (rho / unit + offset) * self.scale, carry, rescued)
 
@@ -285,7 +290,7 @@ class ExactScores:
         self.framed[..., block.rows_before :, :] = matmul_rows(self.q[..., block.rows_before :, :], self.anchor)
         return matmul_rows(block.q, before - self.anchor) * self.scale, self.anchor
 
-    def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor) -> Tensor:
+    def _rescued(self, block: Block, narrow: Tensor, raised: Tensor, scale: Tensor, settled: Tensor) -> Tensor:
         """Return the rows (whole tiles of block_q) whose largest visible score is too far from the reference for FP16.
 
         `raised` is how far the clamp put the reference above the running maximum. `scale` is the
@@ -296,9 +301,9 @@ class ExactScores:
         if block.bias is not None or float(scale.max()) > COARSE_UNIT:
             return torch.ones_like(block.reference, dtype=torch.bool)
         seen = narrow if block.visible is None else narrow.masked_fill(~block.visible, -torch.inf)
-        top, first = seen.amax(-1, keepdim=True), block.reference == -torch.inf
-        # scores below a raised reference may be the largest of the row
-        reach = torch.where(first, top.abs(), torch.maximum(top, raised))
+        top = seen.amax(-1, keepdim=True)
+        # Scores below a guess or a raised reference may be the largest of the row.
+        reach = torch.where(settled, torch.maximum(top, raised), top.abs())
         # At a tiny scale, scores reach 65504 within the allowed distance.
         lost = (reach * scale > RESCUE_REACH) | (reach >= FP16_MAX)
         if block.visible is not None:
@@ -306,9 +311,7 @@ class ExactScores:
         if FP16_MAX * float(scale.min()) < ZERO_WEIGHT:  # at a tiny scale, even a score of -65504 may have weight
             bottom = narrow <= -FP16_MAX
             lost |= (bottom if block.visible is None else bottom & block.visible).any(-1, keepdim=True)
-        start = block.rows_before % self.block_q
-        whole = tiles_with(lost, block.rows_before, self.block_q).repeat_interleave(self.block_q, -1)
-        return whole[..., start : start + lost.shape[-2]].unsqueeze(-1)
+        return whole_tiles(lost, block.rows_before, self.block_q)
 
 
 def next_frame(frame: Tensor, anchor: Tensor) -> Tensor:
@@ -331,3 +334,10 @@ def tiles_with(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
     margin = (rows_before % block_q, -(rows_before + rows.shape[-2]) % block_q)
     tiles: Tensor = torch.nn.functional.pad(rows.squeeze(-1), margin).unflatten(-1, (-1, block_q))
     return tiles.any(-1)
+
+
+def whole_tiles(rows: Tensor, rows_before: int, block_q: int) -> Tensor:
+    """Mark all rows (..., R, 1) of each tile of block_q rows that holds a marked row."""
+    start = rows_before % block_q
+    marked = tiles_with(rows, rows_before, block_q).repeat_interleave(block_q, -1)
+    return marked[..., start : start + rows.shape[-2]].unsqueeze(-1)

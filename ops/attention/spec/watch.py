@@ -12,13 +12,14 @@ from torch import Tensor
 
 from pasa.ops.attention.call import NO_WINDOW, Call
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
-from pasa.ops.attention.spec.scores import RESCUE_REACH, soft_capped
+from pasa.ops.attention.spec.scores import soft_capped
 from pasa.ops.numerics.formats import FP16_MAX
 
 # One query row in STRIDE is sampled. It is a prime, so that heads and batch entries differ in their
 # sampled rows when lengths are powers of two.
 STRIDE = 1021
 FIRST_BLOCK = 128  # keys of a block in the default configuration
+RUNAWAY = 8.0  # nats above the largest score of the first block
 FIELDS = ("rows", "repeated", "runaway", "scores", "saturated")
 
 
@@ -101,6 +102,6 @@ def _counts(products: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     seen = scores.masked_fill(~visible, -torch.inf)
     top, first = seen.amax(-1), seen[:, :FIRST_BLOCK].amax(-1)
     repeated = (visible & (top.unsqueeze(-1) - seen <= EPSILON)).sum(-1) > 1
-    runaway = (first > -torch.inf) & (top - first > RESCUE_REACH)
+    runaway = (first > -torch.inf) & (top - first > RUNAWAY)
     saturated = visible & (products.abs() > FP16_MAX)
     return torch.stack([x.sum() for x in (visible.any(-1), repeated, runaway, visible, saturated)])

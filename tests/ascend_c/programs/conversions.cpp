@@ -43,3 +43,12 @@ TWIN_CASE(scalar_code)
     arguments.save("z", out, 1);
     return report;
 }
+
+TWIN_CASE(scalar_to_half)
+{
+    const std::vector<float> x = arguments.load<float>("x");
+    std::vector<half> z;
+    for (float value : x) z.push_back(AscendC::Cast<float, half, AscendC::RoundMode::CAST_ODD>(value));
+    arguments.save("z", z.data(), z.size());
+    return twin::Report{};
+}

@@ -104,6 +104,7 @@ void conversions(LocalTensor<half> h, LocalTensor<float> f, LocalTensor<bfloat16
     Cast(f, i, RoundMode::CAST_RINT, 64);
     const bfloat16_t scalar = Cast(1.5f);
     static_cast<void>(Cast(scalar));
+    static_cast<void>(Cast<float, half, RoundMode::CAST_ODD>(1.5f));
 }
 
 void copies(LocalTensor<half> l, GlobalTensor<half> g)

@@ -54,8 +54,9 @@ def test_the_json_has_what_an_issue_needs(check):
         assert [time["keys"] for time in record["times"]] == [8, 16]
 
 
-def test_a_device_that_is_not_listed(check, monkeypatch):
-    monkeypatch.delitem(fused.FORMATS, "cpu")
+@pytest.mark.parametrize("known", [fused.UNKNOWN, fused.ON_310P])
+def test_a_device_that_is_not_listed(check, monkeypatch, known):
+    monkeypatch.setitem(fused.FORMATS, "cpu", known)
     status, text = check()
     assert status == 0
     assert "2 backends right" in text

@@ -30,3 +30,18 @@ def test_a_device_knows_its_own_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     memory.reset_peak(torch.device("cuda:1"))
     assert (memory.peak_bytes(torch.device("cuda:1")), calls) == (7, [torch.device("cuda:1")])
+
+
+def test_what_a_block_adds_is_its_peak_beyond_what_was_held(monkeypatch):
+    """Story: a model's memory contained the static cache of the model that had run before it."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 130)
+    device = torch.device("cuda:1")
+    with memory.added_peak(device) as peak:
+        assert (peak.bytes, calls) == (None, [device])
+    assert peak.bytes == 30
+    with memory.added_peak(CPU) as peak:
+        pass
+    assert peak.bytes is None

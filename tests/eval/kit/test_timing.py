@@ -1,14 +1,15 @@
 """Rounds and statistics, with a clock that needs no device."""
 
 import statistics
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise, permutations
 
 import pytest
 import torch
 
 from pasa.eval.kit import timing
-from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, interleave, quantile, ratio, summary
+from pasa.eval.kit.timing import CALLS, COLD_BELOW_MS, Call, DeviceClock, interleave, quantile, ratio, summary
 from tests.eval.speed.fakes import FakeClock, Timed
 
 
@@ -109,3 +110,63 @@ def test_the_time_waits_for_any_accelerator(monkeypatch, device, arguments):
     monkeypatch.setattr(getattr(torch, device.partition(":")[0]), "synchronize", lambda *given: waited.extend(given))
     timing.now(torch.device(device))
     assert waited == arguments
+
+
+class FakeModule:
+    """Stand in for torch.npu, on a device whose work is done at once."""
+
+    NPUGraph = type("NPUGraph", (), {"replay": lambda self: self.run()})
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    class Stream:
+        def wait_stream(self, other):
+            assert isinstance(other, FakeModule.Stream)
+
+    def __init__(self):
+        self.captured, self.held = [], 0
+
+    def current_stream(self):
+        return self.Stream()
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def graph(self, graph):
+        self.captured.append(graph)
+        return nullcontext()
+
+    def synchronize(self):
+        pass
+
+    def memory_allocated(self):
+        return 1000
+
+    def reset_peak_memory_stats(self):
+        self.held = 0
+
+    def max_memory_allocated(self):
+        return 1000 + 5000
+
+
+def test_a_clock_of_any_device_takes_the_module_of_its_type(monkeypatch):
+    """The module may be torch.npu, whose graphs have another name than CUDA's."""
+    module = FakeModule()
+    clock = DeviceClock(torch.device("cpu"), l2_bytes=1024)
+    assert clock._flushed.nbytes == 3 * 1024
+    clock._torch, clock._graph = module, module.NPUGraph
+    call = Call(lambda: torch.ones(250))
+    assert len(clock.times(call, 4, cold=True)) == 4
+    assert all(ms >= 0 for ms in clock.times(call, 4, cold=False))
+    assert clock.workspace(call) == 5000 - 1000
+    assert clock.host_us(call) > 0
+    clock.graph(call)
+    assert [type(each).__name__ for each in module.captured] == ["NPUGraph"]

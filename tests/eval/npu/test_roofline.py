@@ -35,7 +35,8 @@ def test_each_kernel_pays_a_launch() -> None:
     """The exact recovery shifts its keys in a kernel of its own; a flow with FP32 scores has no such pass."""
     (case,) = select_cases(["paper"])
     work = Fit({}, {"macs": 1e6}, 0.0)
-    arguments = {"fp32": work, "exact 0 %": work}, {"exact": Fit({}, {}, 0.0)}, {"tasks": 1, "tiles": 10}
+    plans = {"2": {"tasks": 1, "tiles": 10}}
+    arguments = {"fp32": work, "exact, anchors": work}, {"exact": Fit({}, {}, 0.0)}, plans
     fp32, exact = model.predict_case(case, *arguments)
     assert exact["overlap_ms"] - fp32["overlap_ms"] == pytest.approx(exact["shift_ms"])
     no_launch = model.predict_case(case, *arguments, model.changed_rates("launch", 0.0))
@@ -74,7 +75,7 @@ def test_the_fit_finds_a_line_and_reports_its_largest_residual() -> None:
 
 def test_shares_and_substitutions_change_the_work_per_tile() -> None:
     narrow, wide = Fit({}, {"FIX": 100.0}, 0.0), Fit({}, {"FIX": 300.0, "Adds float": 8.0}, 0.0)
-    assert mixed(narrow, wide, 0.25).per_tile == {"FIX": 150.0, "Adds float": 2.0}
+    assert mixed((0.75, narrow), (0.25, wide)).per_tile == {"FIX": 150.0, "Adds float": 2.0}
     assert substituted(narrow, [("half of it", {"FIX": -50})]).per_tile == {"FIX": 50.0}
     with pytest.raises(ValueError, match="FIX"):
         substituted(narrow, [("too much", {"FIX": -101})])

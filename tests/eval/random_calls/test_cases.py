@@ -10,8 +10,8 @@ from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
 from pasa.eval.random_calls.run import API
 from pasa.ops.attention.options import CHOICES
 
-SMALL = kernels.kinds(0, "triton", small=True)
-KERNELS = [draw_case(kernels.kinds(0, "triton", small=False), 0, index).params for index in range(2000)]
+SMALL = kernels.kinds(0, "triton", small=True, device="cpu")
+KERNELS = [draw_case(kernels.kinds(0, "triton", small=False, device="cpu"), 0, index).params for index in range(2000)]
 CALLS = [draw_case(API, 0, index) for index in range(2000)]
 
 

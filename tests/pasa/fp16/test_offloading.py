@@ -214,7 +214,8 @@ def test_buffers_that_an_offloaded_model_writes_are_not_those_of_the_sample():
 def test_undo_of_a_model_that_was_moved_after_the_conversion(when, family):
     """Stories: undo removed the forward of accelerate's hook in the place of its own, and logits were 1e28.
 
-    Without its hooks, tied weights are two parameters, and undo left one of them scaled.
+    Without its hooks, tied weights are two parameters, and undo left one of them scaled. Hooks that were removed after
+    undo looked for the buffer that marks a scaled model.
     """
     model = large(family)
     before = outputs(model, family)
@@ -228,6 +229,8 @@ def test_undo_of_a_model_that_was_moved_after_the_conversion(when, family):
         accelerate.cpu_offload(model, "cpu")
     same(outputs(model, family), scaled)
     handle.undo()
+    same(outputs(model, family), before)
+    hooks.remove_hook_from_submodules(model)
     same(outputs(model, family), before)
 
 

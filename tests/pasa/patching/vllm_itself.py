@@ -1,11 +1,12 @@
-"""Tests of the vLLM adapter against vLLM's own classes, metadata and cache views; no engine and no vLLM kernel runs.
+"""Tests of the vLLM adapter against vLLM's own classes, metadata and cache views; vllm_engine.py runs whole engines.
 
 scripts/test_vllm.sh runs this file by its name, on the CPU, with the Python files of several versions of vLLM. They
 are too large for every test run (300 MB each, with CUDA libraries), so pytest does not collect this file by itself.
 """
 
 import importlib.util
-import inspect
+import os
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from pasa.patching import vllm as adapter
 from tests.pages import worst
+from tests.pasa.patching import vllm_interfaces, vllm_on_cpu
 from tests.pasa.patching.test_vllm import HALF_ULP
 from tests.pasa.patching.vllm_step import Step
 
@@ -44,6 +46,15 @@ def layouts():
     return list(KVCacheLayout)
 
 
+def test_the_interface_is_the_recorded_one(v1):
+    """The ordinary tests know vLLM by this record; PASA_RECORD=1 makes it anew."""
+    if os.environ.get("PASA_RECORD"):
+        vllm_interfaces.record(version("vllm"), vllm_interfaces.describe(v1))
+    entries = vllm_interfaces.recorded()
+    interface = next((each["interface"] for each in entries if version("vllm") in each["versions"]), None)
+    assert interface == vllm_interfaces.describe(v1)
+
+
 def test_no_method_is_missing(v1, pasa_backend):
     assert issubclass(pasa_backend, v1.AttentionBackend)
     assert issubclass(pasa_backend.get_impl_cls(), v1.AttentionImpl)
@@ -52,25 +63,13 @@ def test_no_method_is_missing(v1, pasa_backend):
         assert not part.__abstractmethods__
 
 
-def test_methods_take_what_vllm_gives(v1, pasa_backend):
-    """Every method that overrides one of vLLM takes vLLM's arguments, with the same names in the same order."""
-    pairs = [
-        (pasa_backend, v1.AttentionBackend),
-        (pasa_backend.get_impl_cls(), v1.AttentionImpl),
-        (pasa_backend.get_builder_cls(), v1.AttentionMetadataBuilder),
-    ]
-    compared = set()
-    for own, base in pairs:
-        for name, method in vars(own).items():
-            theirs = getattr(base, name, None)
-            if not callable(theirs) or (name.startswith("_") and name != "__init__"):
-                continue
-            method = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
-            theirs = getattr(theirs, "__func__", theirs)
-            expected, taken = ([*inspect.signature(each).parameters] for each in (theirs, method))
-            assert taken[: len(expected)] == expected, f"{own.__name__}.{name}"
-            compared.add(name)
-    assert {"forward", "build", "__init__", "get_supported_kernel_block_sizes", "get_name"} <= compared
+def test_vllm_finds_the_plugin(tmp_path, monkeypatch):
+    from vllm import plugins
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm_on_cpu.install_plugin(tmp_path)
+    found = plugins.load_plugins_by_group("vllm.general_plugins")
+    assert found["pasa"] is adapter.plugin
 
 
 def test_what_vllm_asks_before_it_chooses(v1, pasa_backend):
@@ -85,8 +84,10 @@ def test_what_vllm_asks_before_it_chooses(v1, pasa_backend):
     assert not pasa_backend.supports_block_size(24)
     assert pasa_backend.supports_attn_type("decoder")
     assert not pasa_backend.supports_attn_type("encoder")
-    names = ["is_mla", "is_sparse", "supports_sink", "supports_mm_prefix", "supports_sliding_window", "supports_pcp"]
-    names += ["supports_dcp", "supports_batch_invariance", "supports_device_cpu_query_lens_mismatch"]
+    assert pasa_backend.supports_sink()
+    assert pasa_backend.supports_sliding_window()
+    names = ["is_mla", "is_sparse", "supports_mm_prefix", "supports_pcp", "supports_dcp", "supports_non_causal"]
+    names += ["supports_batch_invariance", "supports_device_cpu_query_lens_mismatch", "supports_rswa"]
     for name in names:
         assert not getattr(pasa_backend, name, lambda: False)(), name
 
@@ -129,6 +130,17 @@ def test_decodes_and_prompts_in_one_step(by_reference, v1, pasa_backend, layout,
     golden, lse = step.pages.golden(is_causal=True)
     assert worst((output[:n], lse), (golden, lse))[0] <= HALF_ULP
     assert (output[n:] == 5.0).all()
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_sinks_and_windows(by_reference, v1, pasa_backend, layout):
+    sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()
+    cache = cache_of(pasa_backend, layout)
+    step = Step([40, 17, 33], [1, 4, 20], 3, layout is not None, v1.CommonAttentionMetadata, cache)
+    output = torch.empty_like(step.q)
+    step.run(output, spec=spec_of(16), sinks=sinks, sliding_window=9)
+    golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(8, 0))
+    assert worst((output[:25], lse), (golden, lse))[0] <= HALF_ULP
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)

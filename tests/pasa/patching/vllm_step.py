@@ -1,11 +1,15 @@
 """A model of one step of vLLM's engine on the CPU: new tokens, a paged cache, and the metadata for a builder."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
 from pasa.patching import vllm as adapter
 from tests.pages import make_pages
+
+SPEC = SimpleNamespace(head_size=64, dtype=torch.float16)
+"""The fields of vLLM's AttentionSpec that a builder checks."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Step:
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
 
-    def run(self, output, key=True, spec=None, **how):
+    def run(self, output, key=True, spec=SPEC, **how):
         """Return the output that the layer writes; spec: the builder's KVCacheSpec."""
         backend = adapter.PasaAttentionBackend
         builder = backend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu"))

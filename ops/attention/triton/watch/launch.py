@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
-from pasa.ops.attention.spec.scores import RESCUE_REACH
-from pasa.ops.attention.spec.watch import FIRST_BLOCK
+from pasa.ops.attention.spec.watch import FIRST_BLOCK, RUNAWAY
 from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import pad_dim, processors
@@ -47,7 +46,7 @@ def count_scores(
         )  # fmt: skip
         launch(
             watch_totals_kernel, (work, 1, 1), (totals, part),
-            (length, tiles, shares, sampled.start, EPSILON, RESCUE_REACH),
+            (length, tiles, shares, sampled.start, EPSILON, RUNAWAY),
             {"STRIDE": sampled.step, "BLOCK_M": block_m}, num_warps=1,
         )  # fmt: skip
 

@@ -5,8 +5,7 @@ library computes.
 """
 
 import dataclasses
-import importlib.machinery
-import sys
+import re
 import types
 import warnings
 
@@ -14,10 +13,12 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops import devices, envs, notices, registry
+from pasa.ops import devices, notices, registry
 from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import Request
+from tests import fake_npu
 from tests.inputs import normal_qkv
 
 HALF_ULP = 2.0**-11  # of an output near 1
@@ -28,12 +29,7 @@ UNBIASED = AttentionOptions(softmax="unbiased")
 
 @pytest.fixture
 def torch_npu(monkeypatch):
-    """Fake an installed torch_npu, and an NPU."""
-    module = types.ModuleType("torch_npu")
-    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
-    monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.setattr(torch, "npu", types.SimpleNamespace(is_available=lambda: True), raising=False)
-    return module
+    return fake_npu.install(monkeypatch)
 
 
 @pytest.fixture
@@ -57,12 +53,23 @@ def status():
 
 
 def test_reasons_why_the_library_does_not_serve(unbuilt, torch_npu):
-    assert status()[:3] == (
-        "npu",
-        False,
-        f"there is no {unbuilt}: build it with {envs.ascend_build_script()} where CANN is installed",
-    )
+    assert status()[:3] == ("npu", False, f"there is no {unbuilt}: run `pasa build-ascend` where CANN is installed")
     unbuilt.write_text("not a library")
+    npu_backend.library_error.cache_clear()
+    assert status().reason.startswith(f"{unbuilt} does not load: ")
+
+
+def test_a_library_for_another_torch_is_not_loaded(unbuilt, torch_npu, monkeypatch):
+    """Its C++ interface is another, and loading it can crash the process; another CANN is left to `pasa doctor`."""
+    unbuilt.write_bytes(b"not a library pasa-build:torch=2.8.0 torch_npu=2.9.0 cann=9.1.0\0")
+    here = {"torch": "2.9.0", "torch_npu": "2.9.0", "cann": "9.2.0"}
+    monkeypatch.setattr(build_record, "installed", lambda: here)
+    asked = "run `pasa build-ascend` again"
+    assert status().reason == f"{unbuilt} was built for torch 2.8.0, and 2.9.0 is installed: {asked}"
+    here |= {"torch": "2.8.0", "torch_npu": "2.9.0.post2"}
+    npu_backend.library_error.cache_clear()
+    assert status().reason == f"{unbuilt} was built for torch_npu 2.9.0, and 2.9.0.post2 is installed: {asked}"
+    here["torch_npu"] = "2.9.0"
     npu_backend.library_error.cache_clear()
     assert status().reason.startswith(f"{unbuilt} does not load: ")
 
@@ -80,8 +87,24 @@ def test_a_machine_without_npu(unbuilt, monkeypatch):
 
 def test_a_call_that_names_the_backend_gets_it_or_nothing(unbuilt, torch_npu):
     q, k, v = normal_qkv((1, 1), (4, 4), 16)
-    with pytest.raises(NotImplementedError, match=r"npu: there is no .*build it with .*scripts/build_ascend\.sh"):
+    with pytest.raises(NotImplementedError, match=r"npu: there is no .*run `pasa build-ascend`"):
         pasa.attention(q, k, v, backend="npu")
+
+
+@pytest.mark.parametrize("name", ["Ascend310P1", "Ascend310P3"])
+def test_a_310p_is_refused_by_its_name(unbuilt, monkeypatch, name):
+    """The reasons do not advise to build a library that would not serve, or to install triton-ascend."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    fake_npu.install(monkeypatch, name)
+    why = f"no kernel was written for this chip, '{name}': only for Ascend910B1 to B4"
+    reasons = {line.name: line.reason for line in pasa.backends() if not line.available}
+    assert reasons == {"npu": why, "triton": f"Triton has no path to an {name}"}
+    q, k, v = normal_qkv((2, 1), (20, 30), 16)
+    with pytest.raises(NotImplementedError, match=re.escape(f"npu: {why}")):
+        pasa.attention(q, k, v, backend="npu")
+    with pytest.warns(UserWarning, match=f"served by backend 'sdpa' .*{re.escape(why)}"):
+        pasa.attention(q, k, v)
+    assert registry.server("npu").name == "sdpa"
 
 
 def test_one_warning_says_who_serves_and_why(unbuilt, torch_npu):

@@ -1,15 +1,13 @@
 """The fused attention of an NPU, from its documentation: torch_npu is faked, and tensors are the CPU's."""
 
-import importlib.machinery
-import sys
-import types
-
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import pasa
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.sdpa import backend, fused, npu
+from tests import fake_npu
 from tests.inputs import ODD_LENGTHS, max_error, normal_qkv
 
 HALF_ULP = 2.0**-11  # of an output near 1
@@ -47,11 +45,10 @@ class FusedAttention:
 @pytest.fixture
 def torch_npu(monkeypatch):
     """Fake torch_npu, and let tensors of the CPU count as the NPU's."""
-    module = types.ModuleType("torch_npu")
-    module.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    module = fake_npu.install(monkeypatch)
     module.npu_fused_infer_attention_score = FusedAttention()
-    monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.setattr(fused, "score_format", lambda device: fused.FORMATS["npu"])
+    format_of = fused.score_format
+    monkeypatch.setattr(fused, "score_format", lambda device: format_of("npu"))
     return module
 
 
@@ -94,6 +91,49 @@ def test_an_npu_whose_scaled_scores_are_infinite_is_served_in_fp32(torch_npu, is
     golden, _ = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.125)
     assert max_error(out, golden) <= 0.05  # FP32 holds scores of 80,000 with 2^-8
     assert torch_npu.npu_fused_infer_attention_score.calls
+
+
+@pytest.mark.parametrize("name", ["Ascend310P1", "Ascend310P3"])
+def test_a_310p_is_served_in_fp32(torch_npu, monkeypatch, name):
+    """The vendor does not list the function for this chip, so it is not called, whatever the scores are."""
+    monkeypatch.setattr(torch_npu.npu, "get_device_name", lambda: name)
+    assert fused.score_format("npu") == fused.ON_310P
+    q, k, v = normal_qkv((4, 2), (30, 40), 64)
+    q, k = ((8 * (x + 34)).round() / 8 for x in (q, k))  # q.k reaches 74,000, in steps of 2^-6: FP32 holds it exactly
+    out, *_ = backend.attend(Call(q, k, v, 0.125, is_causal=True))
+    golden, _ = pasa.golden_attention(q, k, v, is_causal=True, scale=0.125)
+    assert max_error(out, golden) <= 2 * HALF_ULP + 2.0**-20  # of an output below 4; softmax in FP32
+    assert not torch_npu.npu_fused_infer_attention_score.calls
+
+
+class Saturating(TorchFunctionMode):
+    """The worst matrix product that a 310P may have: operands and result in FP16, cut off at 65504."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut_off = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.matmul:  # what `@` calls
+            return function(*args, **(kwargs or {}))
+        product = torch.matmul(*(x.half().double() for x in args))
+        self.cut_off += int((product.abs() > 65504).sum())
+        return product.clamp(-65504, 65504).half().float()
+
+
+@pytest.mark.parametrize("size", [1.0, 8.0, 100.0])
+def test_no_score_is_cut_off_on_a_310p_whose_products_are_fp16(torch_npu, monkeypatch, size):
+    """A q.k errs by 2^-11 of itself, and the scale makes that 2^-6 nats. So weights err by 3.2 %, and outputs by as
+    much of the distance of two values, 2 max |V|; the roundings of weights and outputs add less than 0.2 %."""
+    monkeypatch.setattr(torch_npu.npu, "get_device_name", lambda: "Ascend310P3")
+    q, k, v = normal_qkv((4, 2), (30, 40), 64)
+    q, k = size * (q + 64), size * (k + 64)
+    scale = 2.0**5 / float(q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max())
+    with Saturating() as product:
+        out, _ = fused.fused_attention(q, k, v, None, False, scale)
+    golden, _ = pasa.golden_attention(q, k, v, scale=scale)
+    assert product.cut_off == 0
+    assert max_error(out, golden) <= (0.064 + 0.002) * v.abs().max()
 
 
 @pytest.mark.parametrize("size", [2.0**-10, 1.0, 300.0, 65504.0])

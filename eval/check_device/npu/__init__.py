@@ -1,0 +1,1 @@
+"""`pasa check-device --npu`: everything about the Ascend C kernels that only an NPU can tell, in one archive."""

@@ -1,0 +1,1 @@
+"""Time of a whole model that generates, by its attention, and where the time of a token goes."""

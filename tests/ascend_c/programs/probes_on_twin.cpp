@@ -1,0 +1,16 @@
+// The launches that probes.cpp asks for, on the CPU twin.
+#include "fake_device.h"
+
+namespace pasa {
+
+void LaunchVectorProbe(const VectorProbePointers& given, uint32_t probe, uint32_t count, bool saturates, void*)
+{
+    Require(ProbeVectorOnTwin(given, probe, count, saturates, FakeDevice()));
+}
+
+void LaunchProductProbe(const ProductProbePointers& given, uint32_t m, uint32_t n, uint32_t k, void*)
+{
+    Require(ProbeProductOnTwin(given, m, n, k, FakeDevice()));
+}
+
+}  // namespace pasa
