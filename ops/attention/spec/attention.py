@@ -235,7 +235,7 @@ class OnlineSoftmax:
         maximum = torch.where(moves & alive, torch.maximum(carried, top + tile.offset), carried)
         apart = whole_tiles(here.abs() > ALIGNED, block.rows_before, self.block_q)
         shift = torch.where(moves, torch.maximum(here, top), here.where(apart, 0.0))
-        return shift.where(alive, 0.0), maximum, alive.to(top)
+        return shift.where(alive, 0.0), maximum, alive.type(top.dtype)
 
     def _own_reference(
         self, top: Tensor, carried: Tensor, tile: ScoreTile, alive: Tensor | None

@@ -81,7 +81,9 @@ def serve_on_cpu():
     registry.BACKENDS["npu"] = dataclasses.replace(
         registry.BACKENDS["npu"], devices=("cpu",), missing=backend.library_error
     )
-    torch.npu = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 0)
+    torch.npu = types.SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 0, get_device_name=lambda: "Ascend910B3"
+    )
     torch.cpu.is_current_stream_capturing = lambda: False
     torch.cpu.NPUGraph, torch.cpu.graph = NPUGraph, graph
     if DEVIATION != "alignment":
