@@ -16,7 +16,7 @@ PACKAGES = [
     for name in [root, *(f"{root}.{sub}" for sub in find_packages(str(HERE / folder)))]
 ]
 
-TRITON = ["triton>=3.2"]
+TRITON = ["triton>=3.6"]  # the first of ops/devices.py
 NPU = ["torch-npu"]
 TRANSFORMERS = ["transformers>=4.54.1", "safetensors"]  # pasa/patching/versions.py says the same
 DIFFUSERS = ["diffusers>=0.37", *TRANSFORMERS]
@@ -77,7 +77,7 @@ setup(
     package_dir=ROOTS | {"": "scripts"},
     package_data={
         "pasa": ["py.typed"],
-        "pasa.ops": ["**/README.md"],
+        "pasa.ops": ["**/README.md", "measured.json"],
         "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json", "npu/results/*.json"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
         "pasa.ascend_c": ["CMakeLists.txt", "*.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],

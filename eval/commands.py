@@ -37,7 +37,7 @@ from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.research.rounding_training import gpu, training
 from pasa.eval.research.rounding_triggers import run as triggers
-from pasa.eval.speed import counters, random_run
+from pasa.eval.speed import choice_run, counters, random_run
 from pasa.eval.speed import run as speed
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -55,7 +55,7 @@ add_command(app, replace(check_device.EXPERIMENT, variants=(check_npu.EXPERIMENT
 for _group, _modules in (
     (app, (rescue,)),
     (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
-    (bench, (step, whole_model_speed, npu, overhead)),
+    (bench, (step, whole_model_speed, npu, overhead, choice_run)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
 ):
     for _module in _modules:
@@ -64,7 +64,7 @@ add_command(app, PREDICT)
 add_command(app, diagnose.EXPERIMENT)
 add_command(app, to_fp16.EXPERIMENT)
 app.command("build-ascend", context_settings=build_ascend.SETTINGS)(build_ascend.build_ascend)
-add_command(bench, replace(speed.EXPERIMENT, variants=(random_run.EXPERIMENT,)))
+add_command(bench, replace(speed.EXPERIMENT, variants=(random_run.EXPERIMENT, choice_run.GRID_EXPERIMENT)))
 add_command(bench, random_calls.SOAK)
 add_command(evaluate, random_calls.FUZZ)
 add_command(evaluate, replace(training.EXPERIMENT, variants=(gpu.EXPERIMENT,)))

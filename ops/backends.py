@@ -15,7 +15,7 @@ import torch
 
 from pasa.ops.attention.call import FEATURES
 from pasa.ops.attention.options import CHOICES, AttentionOptions
-from pasa.ops.devices import npu_missing, triton_missing
+from pasa.ops.devices import npu_missing, triton_missing, triton_slower
 
 HEAD_DIMS = (1, 512)  # 512: the widest head in use (the VAE of diffusion pipelines), and the widest that is tested
 
@@ -62,10 +62,14 @@ class Backend:
         Maps a feature to the option values that it is served with, where these are fewer than `accepts` has.
     missing : callable
         Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
+    slower : callable
+        Returns which fast paths of the backend are off on this machine, and why, or None; called on demand.
     functions : dict
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
         How the backend computes, and where that has been run: on the device, emulated, or not at all.
+    repeatable : bool
+        Whether a later call on tensors of the same geometry may repeat the launches of a call (`ops/plans.py`).
     priority : int
         Of the backends that can serve a call, the one of highest priority does.
     """
@@ -84,6 +88,8 @@ class Backend:
     features: Collection[str] = ()
     feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    slower: Callable[[], str | None] = lambda: None
+    repeatable: bool = False
     priority: int = field(default=0)
 
     def __post_init__(self) -> None:
@@ -98,6 +104,11 @@ class Backend:
         if self.accepts is None:
             return CHOICES.get(option)
         return self.accepts.get(option, (getattr(AttentionOptions, option),))
+
+    def state(self) -> str:
+        """Return the label, and which fast paths are off on this machine."""
+        slower = self.slower()
+        return self.label if slower is None else f"{self.label}; slower here than it could be: {slower}"
 
     def load(self) -> ModuleType:
         """Import the module that implements the backend."""
@@ -176,6 +187,8 @@ TRITON = Backend(
         "soft caps": {"precision": ("pasa", "fp32"), "recovery": ("exact",)},
     },
     functions={"cuda": ("write_pages", "count_scores")},
+    slower=triton_slower,
+    repeatable=True,
     priority=2,
 )
 ASCEND_C: Backend = Backend(

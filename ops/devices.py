@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from pasa.ops import envs
 
 TENSOR_CORES = (8, 0)  # Triton 3.6 compiles products for older GPUs (V100, T4) to scalar arithmetic
+# Versions of Triton for which the kernels are compiled in scripts/test_triton.sh, Gluon's included, and whose C
+# launcher ops/attention/triton/c_launcher.py calls. Older ones are refused, newer ones launch the kernels themselves.
+TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+NO_PAGE_ANCHORS = ("3.7",)  # versions whose compiler fails on the kernel that reads the anchors of pages
+HOPPER = (9, 0)
+SM_100_SINCE = "3.8"  # the first version that compiles the kernels of prefill for sm_100 (B200)
 ASCEND_310P = "Ascend310P"  # begins the names of the chips of the Atlas 300I Duo and its kin: docs/ascend/310p.md
 
 
@@ -17,6 +26,11 @@ def device_types() -> tuple[str, ...]:
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     there = {"npu": npu is not None and npu.is_available(), "cuda": torch.cuda.is_available(), "cpu": True}
     return tuple(name for name, usable in there.items() if usable)
+
+
+def capability(*device: torch.device) -> str:
+    """Return the compute capability of a CUDA device, such as "9.0"; of the current one if none is named."""
+    return ".".join(map(str, torch.cuda.get_device_capability(*device)))
 
 
 def triton_missing() -> str | None:
@@ -34,11 +48,60 @@ def triton_missing() -> str | None:
             return None
         return "the installed triton has no backend for an NPU: install triton-ascend"
     if torch.cuda.is_available():
+        if (too_old := triton_too_old()) is not None:
+            return too_old
         capability = torch.cuda.get_device_capability()
+        if capability[0] == 10 and _number(triton_version()) < _number(SM_100_SINCE):
+            known = _known_triton().replace(TRITON_VERSIONS[0], SM_100_SINCE)
+            return f"Triton {triton_version()} does not compile the kernels for sm_100 (pip install '{known}')"
         if capability >= TENSOR_CORES:
             return None
         return f"Triton forms no tensor-core product for sm_{capability[0]}{capability[1]}, only from sm_80 on"
     return "torch finds neither a CUDA GPU nor an NPU (TRITON_INTERPRET=1 interprets the kernels on a CPU, slowly)"
+
+
+def triton_too_old() -> str | None:
+    """Return that the installed Triton is older than the oldest for which kernels are tested, or None."""
+    version, oldest = triton_version(), TRITON_VERSIONS[0]
+    if _number(version) >= _number(oldest):
+        return None
+    return f"Triton {version} is too old, the kernels need {oldest} or newer (pip install '{_known_triton()}')"
+
+
+def triton_slower() -> str | None:
+    """Return which fast paths of the Triton kernels are off on this machine, and why; None if none is."""
+    if triton_missing() is not None or envs.read("TRITON_INTERPRET") or npu_missing() is None:
+        return None
+    version = triton_version()
+    if version in NO_PAGE_ANCHORS:
+        return (
+            f"anchors of pages are not read, as the compiler of Triton {version} fails on the kernel that does, so "
+            "decoding from pages takes longer where the bias of keys changes along a sequence "
+            f"(pip install '{_known_triton()},!={version}.*')"
+        )
+    if version in TRITON_VERSIONS:
+        return None
+    off = "the kernels for Hopper are off, and " if torch.cuda.get_device_capability() == HOPPER else ""
+    return (
+        f"{off}calls take more time on the host: of Triton {version} neither Gluon nor the C launcher is known "
+        f"(pip install '{_known_triton()}')"
+    )
+
+
+def triton_version() -> str:
+    """Return the major and minor version of the installed Triton, which is imported for that."""
+    version: str = importlib.import_module("triton").__version__
+    return ".".join(version.split(".")[:2])
+
+
+def _known_triton() -> str:
+    """Return what pip takes for a version of Triton without slow paths."""
+    major, minor = _number(TRITON_VERSIONS[-1])
+    return f"triton>={TRITON_VERSIONS[0]},<{major}.{minor + 1}"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def npu_missing() -> str | None:
@@ -47,6 +110,13 @@ def npu_missing() -> str | None:
         return "torch_npu is not installed (pip install '.[npu]')"
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     return None if npu is not None and npu.is_available() else "torch finds no NPU"
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which the current device is that of x, because Triton launches on the current device."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def npu_chip() -> str:

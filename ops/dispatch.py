@@ -4,16 +4,14 @@ torch's dispatcher costs a third of a short call's host time; its autograd wrapp
 operators costs several times that. Both exist for tracing and compiling, modes, vmap, tensor
 subclasses, meta tensors, tensors with a lazy negation or of lazy zeros, and profilers. A call that
 concerns none of these runs the implementation directly, inside an `autograd.Function` if a gradient
-is needed. torch.func.grad also takes the `autograd.Function`, because torch does not support it for
-custom operators.
+is needed, and repeats what it did for the same geometry (ops/plans.py). torch.func.grad also takes
+the `autograd.Function`, because torch does not support it for custom operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +20,11 @@ from torch._C._functorch import TransformType
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
-_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
+from pasa.ops import plans
+from pasa.ops.plans import tensors_of
+
+_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}  # for torch.func.grad, which needs `setup_context`
+_short_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
@@ -41,13 +43,6 @@ def refuse_tangents(tensors: tuple[Any, ...]) -> None:
         raise NotImplementedError("pasa attention has no forward-mode derivative, only gradients (backward)")
 
 
-@cache
-def tensors_of(op: CustomOpDef) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a function that picks the tensors from all arguments of an operator, with None for omitted ones."""
-    schema = enumerate(op._opoverload._schema.arguments)
-    return itemgetter(*(place for place, argument in schema if "Tensor" in str(argument.type)))
-
-
 def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..., Any]) -> None:
     """Let `call` differentiate an operator by the functions that were passed to `register_autograd`."""
 
@@ -55,7 +50,8 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
         @staticmethod
         def forward(*arguments: Any) -> Any:
             # below torch.func.grad a mode may still need to see the call
-            return op(*arguments) if _is_observed(tensors_of(op)(arguments)) else op._init_fn(*arguments)
+            tensors = tensors_of(op)(arguments)
+            return op(*arguments) if _is_observed(tensors) else plans.run(op, arguments, tensors)
 
         setup_context = staticmethod(remember)
         backward = staticmethod(gradient)
@@ -66,7 +62,26 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
             grads = torch.func.vmap(op, in_dims)(*arguments)
             return grads, (0,) * len(grads)
 
-    _functions[op] = Direct
+    class Short(torch.autograd.Function):
+        """Take the tensors of a call, then all of its arguments in one tuple.
+
+        For each call of a function with `setup_context`, torch binds the arguments to a signature, and it looks at
+        every argument for a wrapper of torch.func. Both take as long as the launches of a call.
+        """
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            *tensors, arguments = inputs
+            results = plans.run(op, arguments, tuple(tensors))
+            remember(ctx, arguments, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            tensors = len(ctx.needs_input_grad) - 1  # the first arguments of an operator
+            return *gradient(ctx, *grads)[:tensors], None
+
+    _functions[op], _short_functions[op] = Direct, Short
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:
@@ -90,8 +105,8 @@ def call(op: CustomOpDef, *arguments: Any) -> Any:
     if _is_observed(tensors):
         return op(*arguments)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _functions[op].apply(*arguments) if op in _functions else op(*arguments)
-    return op._init_fn(*arguments)
+        return _short_functions[op].apply(*tensors, arguments) if op in _functions else op(*arguments)
+    return plans.run(op, arguments, tensors)
 
 
 def _is_observed(tensors: tuple[Any, ...]) -> bool:

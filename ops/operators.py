@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from pasa.ops import dispatch, operands, registry
+from pasa.ops import dispatch, operands, plans, registry
 from pasa.ops.arguments import OPTIONS, dense, packed, paged, schema
 from pasa.ops.attention.call import NO_WINDOW, Call
 from pasa.ops.attention.options import AttentionOptions
@@ -27,6 +27,7 @@ from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
 from pasa.ops.backends import Request
 from pasa.ops.dispatch import without_autocast
+from pasa.ops.plans import recorded
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
@@ -55,19 +56,19 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
 
     def kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call, arithmetic, backend = parts(arguments)
-        if call.window != NO_WINDOW:
-            call = call.narrowed()
-        module, call.options, _ = choose(call, backend, *arithmetic)
-        if call.pages is not None:
-            pages.check_pages(call)
-        with without_autocast(call.q.device.type):
+        module, options, name = choose(call.narrowed(), backend, *arithmetic)
+        with recorded(registry.BACKENDS[name].repeatable), without_autocast(call.q.device.type):
+            call = call.narrowed()  # again, so that a recorder sees it
+            call.options = options
+            if call.pages is not None:
+                pages.check_pages(call)
             out, lse, max_logits, counts = module.attend(call)
+            out, lse = call.laid_out(out), lse.contiguous()
         if max_logits is None:
             max_logits = _empty(lse.device, torch.float32).detach()
         if counts is None:
             counts = _empty(lse.device, torch.float64).detach()
-        out = out.transpose(1, 2).contiguous().transpose(1, 2) if call.tokens_first else out.contiguous()
-        return out, lse.contiguous(), max_logits, counts
+        return out, lse, max_logits, counts
 
     def fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call, arithmetic, _ = parts(arguments)
@@ -128,21 +129,22 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dmask or empty, dsinks or empty) for heads-first tensors (spec/gradients.py)."""
-    call = dense(q, k, v, attn_mask, sinks, is_causal, scale, window_left, window_right, softcap).narrowed()
+    call = dense(q, k, v, attn_mask, sinks, is_causal, scale, window_left, window_right, softcap)
     operands.check_gradients(grad_out, grad_lse, q, backend)
-    grad_mask, grad_sinks = _zeros(attn_mask, mask_too), _zeros(sinks, sinks_too)
-    first = k.shape[2] - call.k.shape[2]  # keys before it are outside of every window
-    with without_autocast(q.device.type):
+    with recorded(registry.BACKENDS[backend].repeatable), without_autocast(q.device.type):
+        call = call.narrowed()
+        grad_mask, grad_sinks = _zeros(attn_mask, mask_too), _zeros(sinks, sinks_too)
+        first = k.shape[2] - call.k.shape[2]  # keys before it are outside of every window
         if grad_mask is None:
             dq, dk, dv = _formula(backend)(call, grad_out, grad_lse, grad_sinks=grad_sinks)
         else:
             seen = None if grad_mask is None else grad_mask.reshape((1,) * (4 - grad_mask.dim()) + grad_mask.shape)
             seen = seen if seen is None or seen.shape[3] == 1 else seen[..., first:]
             dq, dk, dv = spec.gradients(call, grad_out, grad_lse, seen, grad_sinks)
-    if first:
-        dk, dv = (torch.nn.functional.pad(x, (0, 0, first, 0)) for x in (dk, dv))
-    optional = _or_empty(grad_mask, attn_mask, q), _or_empty(grad_sinks, sinks, q)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), *optional
+        if first:
+            dk, dv = (torch.nn.functional.pad(x, (0, 0, first, 0)) for x in (dk, dv))
+        optional = _or_empty(grad_mask, attn_mask, q), _or_empty(grad_sinks, sinks, q)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous(), *optional
 
 
 @attention_backward.register_fake
@@ -256,7 +258,8 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
             q, k, v, 1.0, mask=mask if extra == 2 else None, max_logits=max_logits, diagnose=diagnose, **features
         )
         ctx.backend = _server(call, arithmetic, backend)
-        ctx.mark_non_differentiable(*output[2:])  # max_logits, and the counts of diagnostics
+        # max_logits and the counts of diagnostics; None if nobody asked for them
+        ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])
         ctx.set_materialize_grads(False)
 
     def gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -275,6 +278,8 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
 
 _differentiate(attention, 5, attention_backward)
 _differentiate(attention_varlen, 6, attention_varlen_backward)
+for _op in (attention, attention_paged, attention_backward):  # packed lengths are read on the host
+    plans.REPEATED[_op] = registry.BACKENDS
 
 
 # ---- operators other than attention

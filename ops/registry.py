@@ -1,24 +1,28 @@
-"""Choose the backend that serves a call. The choice is made only here, from the records in `ops/backends.py`."""
+"""Choose the backend that serves a call. The choice is made only here.
+
+It is made from the records in `ops/backends.py`, and among backends that give one guarantee from measured times.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from pasa.ops import notices
-from pasa.ops.attention.call import FEATURES
+from pasa.ops import measured, notices
+from pasa.ops.attention.call import FEATURES, Call, Results
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import ASCEND_C, HEAD_DIMS, REFERENCE, SDPA, TRITON, Backend, Request
-from pasa.ops.devices import device_types
+from pasa.ops.devices import capability, device_types
 
 EMULATED = """pasa: {device} tensors are served by backend 'reference', an emulation: {why}. It rounds step by step as \
 an NPU does and is made for checks, not for speed: on an H200 it takes over 100 times as long as SDPA \
 (to silence: warnings.filterwarnings("ignore", "pasa: .* an emulation", UserWarning))"""
+SLOWER = "pasa: backend {name!r} is slower here than it could be: {why}"
 FALLBACK = "pasa: {device} tensors are served by backend {name!r} ({label}): {why}"
 UNASKED = tuple(feature for feature in FEATURES if feature != "diagnostics")  # a call may have them unknowingly
 BACKENDS: dict[str, Backend] = {each.name: each for each in (ASCEND_C, TRITON, SDPA, REFERENCE)}
@@ -72,7 +76,66 @@ def choose(
     chosen = select(request, backend)
     if backend is None:
         warn_of_fallback(request, chosen)
-    return chosen.load(), options, chosen.name
+    if (slower := chosen.slower()) is not None:
+        notices.warn_once(SLOWER.format(name=chosen.name, why=slower))
+    faster = [] if backend else _faster(request, chosen)
+    return ByShape(chosen, faster) if faster else chosen.load(), options, chosen.name
+
+
+class ByShape(ModuleType):
+    """Serve each call by the backend that was measured to be faster for its shape, or else by the preferred one.
+
+    It takes the place of the module of the preferred backend, by which calls are differentiated.
+    """
+
+    def __init__(self, preferred: Backend, faster: Iterable[Backend]) -> None:
+        super().__init__(preferred.module)
+        self.preferred, self.faster = preferred, {each.name: each for each in faster}
+        self.backend_of = lru_cache(maxsize=measured.SHAPES)(self._backend_of)
+
+    def attend(self, call: Call) -> Results:
+        """Attend by the backend for the shape of the call, a dense one without features."""
+        mask = "none" if call.mask is None else "bool" if call.mask.dtype == torch.bool else "float"
+        backend = self.backend_of(call.q.device, call.q.shape, call.k.shape, call.is_causal, mask)
+        results: Results = backend.load().attend(call)
+        return results
+
+    def _backend_of(
+        self, device: torch.device, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool, mask: str
+    ) -> Backend:
+        (batch, heads, rows, dim), (_, kv_heads, keys, _) = q_shape, k_shape
+        shape = measured.Shape(dim, is_causal, mask, batch * heads, batch * kv_heads, rows, keys)
+        return self.faster.get(measured.faster(_capability(device), shape), self.preferred)
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    return capability(device)
+
+
+def _faster(request: Request, preferred: Backend) -> list[Backend]:
+    """Return the backends that were measured to be faster than the preferred one for some shapes of such calls.
+
+    FP16 calls with default options were measured, whose guarantee is the same on all backends that serve them.
+    """
+    plain = request.dtype == torch.float16 and not request.features and request.options == AttentionOptions()
+    if request.device != "cuda" or not plain:
+        return []
+    names = measured.rivals(capability(), request.head_dim, request.mask) - {preferred.name}
+    return [BACKENDS[name] for name in sorted(names & BACKENDS.keys()) if not BACKENDS[name].refusals(request)]
+
+
+def state(backend: Backend) -> str:
+    """Return how a backend computes, and what is special on this machine: slow paths, and shapes that it takes over."""
+    text = backend.state()
+    preferred = server("cuda") if "cuda" in device_types() else None
+    if preferred is None or backend is preferred:
+        return text
+    here = [each for each in measured.table() if each.capability == capability()]
+    taken = [each for each in here if each.faster == backend.name]
+    dims = ", ".join(map(str, sorted({each.shape.dim for each in taken})))
+    like = f"{len(taken)} of {len(here)} shapes measured on such a GPU (head dim {dims})"
+    return f"{text}; serves calls like {like}, because it is faster there than {preferred.name}" if taken else text
 
 
 def provider(function: str, device: str, head_dim: int = 0) -> ModuleType | None:
@@ -152,4 +215,6 @@ def _who_serves(request: Request, name: str | None) -> str:
         return f"nobody ({refusal})"
     preferred = [] if name else [b for b in BACKENDS.values() if not b.devices or request.device in b.devices]
     why = [f"{b.name}: {', '.join(b.refusals(request))}" for b in preferred if b.priority > serving.priority]
-    return f"{serving.name} ({'; '.join(why)})" if why else serving.name
+    faster = [] if name else _faster(request, serving)
+    who = " or ".join([serving.name, *(f"{each.name} where it was measured to be faster" for each in faster)])
+    return f"{who} ({'; '.join(why)})" if why else who

@@ -45,13 +45,13 @@ def backends() -> list[BackendStatus]:
     >>> pasa.backends()[-1].name, pasa.backends()[-1].available
     ('reference', True)
     """
-    ordered = sorted(registry.BACKENDS.values(), key=lambda backend: -backend.priority)
-    reasons = [b.missing() for b in ordered]
     preferred = {device: registry.server(device) for device in devices.device_types()}
-    return [
-        BackendStatus(b.name, why is None, why or b.label, tuple(d for d, best in preferred.items() if best is b))
-        for b, why in zip(ordered, reasons, strict=True)
-    ]
+    lines = []
+    for backend in sorted(registry.BACKENDS.values(), key=lambda each: -each.priority):
+        missing = backend.missing()
+        serves = tuple(device for device, best in preferred.items() if best is backend)
+        lines.append(BackendStatus(backend.name, missing is None, missing or registry.state(backend), serves))
+    return lines
 
 
 @overload

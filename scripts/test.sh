@@ -41,6 +41,7 @@ failed=0
 # Faults planted in copies of the sources: each has to make a test fail. Seven of them here, every one with --all.
 if [[ $ALL ]]; then
   "$VENV/bin/python" -m tests.mutants.run || failed=1
+  bash scripts/test_triton.sh || failed=1
   bash scripts/test_transformers.sh || failed=1
   bash scripts/test_transformers_suite.sh || failed=1
   bash scripts/test_vllm.sh || failed=1

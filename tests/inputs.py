@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.ops import registry
+from pasa.ops import plans, registry
 from pasa.ops.attention.triton import backend as triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of the Triton kernels: a GPU, or the interpreter
@@ -50,6 +50,7 @@ def portable_kernel() -> Iterator[None]:
     """Keep Hopper's own kernel from serving calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "hopper_serves", lambda *_: False)
+        patch.setattr(plans, "_plans", {})  # those of the calls before may launch Hopper's kernel
         yield
 
 

@@ -53,6 +53,7 @@ CALLS: dict[str, tuple[tuple[int, ...], Params]] = {
     "hopper": ((1, 2, 200, 300, 128), {}),
     "hopper-shifted": ((1, 2, 70, 300, 64), {"causal": True, "bias": 200, "garbage": "value", "where": "hidden"}),
     "hopper-pair": ((1, 28, 900, 260, 128), {}),
+    "hopper-padded": ((1, 2, 200, 300, 72), {"causal": True, "bias": 200}),
 }
 """Key heads, query heads for each, rows, keys and head dim; `bias` is added to 16 channels of Q and K."""
 

@@ -98,26 +98,30 @@ SHARED = tuple(
 BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs", "pasa.ops.versions")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
 SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
+HOST = ("pasa.ops.devices", "pasa.ops.plans")
 MAY_IMPORT = {
     "pasa.ops.numerics": (),
     "pasa.ops.packed": (),
     "pasa.ops.notices": (),
     "pasa.ops.envs": (),
     "pasa.ops.versions": (),
-    "pasa.ops.dispatch": (),
+    "pasa.ops.dispatch": ("pasa.ops.plans",),
     "pasa.ops.devices": BASE,
+    "pasa.ops.plans": ("pasa.ops.devices",),
     "pasa.ops.attention.options": BASE,
     "pasa.ops.attention.torch_sdpa": (),
     "pasa.ops.attention.call": (*BASE, *CALL),
     "pasa.ops.attention.spec": SPEC,
     "pasa.ops.attention.spec.exact_fp64": (),
-    **{f"{TRITON}.{family}": (*SPEC, *SHARED) for family in FAMILIES},
-    **dict.fromkeys(SHARED, (*SPEC, *SHARED)),
-    TRITON: SPEC,
+    **{f"{TRITON}.{family}": (*SPEC, *SHARED, *HOST) for family in FAMILIES},
+    **dict.fromkeys(SHARED, (*SPEC, *SHARED, *HOST)),
+    f"{TRITON}.c_launcher": ("pasa.ops.devices",),
+    TRITON: (*SPEC, *HOST),
     "pasa.ops.attention.ascend": (*SPEC, "pasa.ops.devices"),
     "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.devices", "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
-    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends"),
+    "pasa.ops.measured": (),
+    "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends", "pasa.ops.measured"),
     "pasa.ops.operands": (*CALL, "pasa.ops.registry"),
 }
 

@@ -124,6 +124,13 @@ class SpeedCase:
         lengths = f"{self.keys}" if self.rows == self.keys else f"{self.rows} x {self.keys}"
         return f"({self.batch}, {heads}, {lengths}, {self.dim}) {'causal' if self.causal else 'full'}"
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """Return what a stored run says of the case."""
+        return {
+            "name": self.name, "shape": self.shape, "data": self.data, "decode": self.decode, "padded": self.padded
+        }  # fmt: skip
+
     def inputs(self, device: torch.device | str) -> Inputs:
         """Return the tensors, the same on every call on one kind of device."""
         mask = self.mask(device) if self.padded else None

@@ -113,6 +113,10 @@ class Call:
         """
         return self.q.dim() == 4 and self.q.stride(1) < self.q.stride(2)
 
+    def laid_out(self, out: Tensor) -> Tensor:
+        """Return the output in the memory order of q; it is copied if it has the other one."""
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else out.contiguous()
+
     @property
     def features(self) -> tuple[str, ...]:
         """Return which of `FEATURES` the call has."""

@@ -1,6 +1,6 @@
 """Mutants of the Triton kernels of pages, gradients, the published algorithm and the counters of sampled rows."""
 
-from tests.mutants.kernels import CORNERS, FEATURES, FINITE, GAPS, SAMPLES, SUMS, mutant
+from tests.mutants.kernels import CORNERS, FEATURES, FINITE, GAPS, SUMS, mutant
 
 PAGED_KERNEL = "ops/attention/triton/decode/paged_kernel.py"
 ANCHORS = "ops/attention/triton/decode/paged_anchored_kernel.py"
@@ -18,13 +18,6 @@ WATCHED = "tests/ops/attention/test_watch.py"
 
 PAGED = [
     mutant(
-        "pages: every split counts as beginning at a block",
-        PAGED_KERNEL,
-        "ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0",
-        "ALIGNED: tl.constexpr = True",
-        SAMPLES + "test_conditions_of_the_exact_pass_over_pages",
-    ),
-    mutant(
         "pages: a block counts as seen whole one key too early",
         PAGED_KERNEL,
         "seen_by_all = diagonal + 1 if CAUSAL else end",
@@ -32,10 +25,10 @@ PAGED = [
         GAPS + "test_pages[64-3-16-False-False]",
     ),
     mutant(
-        "pages: whole blocks are one more where a sequence ends with one",
+        "pages: all rows see a key behind the last",
         PAGED_KERNEL,
-        "        whole = keys // BLOCK * BLOCK\n",
-        "        whole = (keys + 1) // BLOCK * BLOCK\n",
+        "splits, keys, keys, stride_qb",
+        "splits, keys + 1, keys, stride_qb",
         GAPS + "test_pages[64-1-16-False-False]",
     ),
     mutant(

@@ -23,8 +23,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants.decoding import DECODING
 from tests.mutants.fp16 import FP16
 from tests.mutants.fused import FUSED
+from tests.mutants.hopper import HOPPER
 from tests.mutants.host import HOST
 from tests.mutants.kernels import KERNELS
 from tests.mutants.mutant import ROOT, Mutant
@@ -32,7 +34,7 @@ from tests.mutants.paged import PAGED
 from tests.mutants.speed import SPEED
 from tests.mutants.streams import STREAMS
 
-ALL = [*KERNELS, *PAGED, *FUSED, *FP16, *STREAMS, *SPEED, *HOST]
+ALL = [*KERNELS, *DECODING, *HOPPER, *PAGED, *FUSED, *FP16, *STREAMS, *SPEED, *HOST]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
 SAMPLED = [

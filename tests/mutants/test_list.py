@@ -9,11 +9,7 @@ from tests.mutants.mutant import ROOT
 from tests.mutants.run import ALL
 
 LEAST = 60
-"""The fewest mutants that the list must have.
-
-The Hopper kernel has none: it is written in Gluon, which has no interpreter, so it runs on a GPU only, and so
-would any test that notices its mutants.
-"""
+"""The fewest mutants that the list must have."""
 
 
 @pytest.mark.parametrize("mutant", [*ALL, *UNNOTICED], ids=lambda x: x.what)
@@ -36,5 +32,4 @@ def test_mutants_have_names_of_their_own_and_every_kernel_has_some():
     assert max(Counter(mutant.what for mutant in ALL).values()) == 1
     kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "ops").rglob("*kernel.py")}
     kernels |= {"ops/attention/triton/tile_math.py"}
-    kernels -= {"ops/attention/triton/hopper/kernel.py"}  # runs on a GPU alone
     assert kernels <= {mutant.file for mutant in ALL}

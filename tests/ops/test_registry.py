@@ -223,6 +223,8 @@ def test_restrictions_cover_the_record():
         "label",
         "priority",
         "functions",
+        "slower",  # tests/ops/test_devices.py
+        "repeatable",
     }
 
 

@@ -22,6 +22,7 @@ from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite
 from pasa.ops.attention.spec.packed import attend_apart
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
+from pasa.ops.devices import triton_too_old
 from pasa.ops.numerics.formats import FP16_MAX
 
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
@@ -66,7 +67,7 @@ def _triton_guard(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] 
     """Return what guards a CUDA device's attention by Triton kernels, or None where they cannot run."""
     if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
         return None
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY or triton_too_old() is not None:
         return None
     from pasa.ops.attention.triton.guard.launch import attend_guarded  # Triton is an extra
 

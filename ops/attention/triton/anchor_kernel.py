@@ -59,7 +59,7 @@ def anchor_kernel(
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
     p_norm,  # (B, Hkv, blocks) FP32
-    p_marked,  # (1,) INT32: set to 0
+    p_marked,  # (1,) INT32: set to 0, unless MARKED
     stride_kb,
     stride_kh,
     stride_kn,
@@ -77,7 +77,7 @@ def anchor_kernel(
     HAS_VISIBLE: tl.constexpr,
     CHECK_VALUES: tl.constexpr,
     VARLEN: tl.constexpr,
-    EARLY: tl.constexpr,  # the next kernel is launched early
+    MARKED: tl.constexpr,  # return at once if `p_marked` holds 0; the next kernel is launched early
 ):
     """Compute the anchor of every block, and the largest norm of its keys.
 
@@ -86,8 +86,11 @@ def anchor_kernel(
     shorter one. Then no key is further from another key than 2/3 of its length. So for most blocks, comparing all keys
     with the first one already shows that there is no anchor.
     """
-    if EARLY:
+    if MARKED:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if tl.load(p_marked) == 0:
+            return
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
     )
@@ -144,8 +147,9 @@ def anchor_kernel(
             tl.store(p_out + o_d, tl.zeros((D_PAD,), tl.float16), mask=o_d < D)
     else:
         tl.store(p_out + o_d, tl.zeros((D_PAD,), tl.float16), mask=o_d < D)
-    if tl.program_id(0) == 0:
-        tl.store(p_marked, 0)
+    if not MARKED:
+        if tl.program_id(0) == 0:
+            tl.store(p_marked, 0)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def find_anchors(
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
         (*strides_of(k), *strides_of(v), seen_stride, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
-         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "EARLY": False},
+         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": False},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
     _copy_first_visible_anchor(key_blocks.anchors, visible, block)

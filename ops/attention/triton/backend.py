@@ -13,10 +13,11 @@ from torch import Tensor
 from pasa.ops.attention.call import Call, Results, capturing
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec.pages import attend_gathered
+from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.backward.launch import attention_gradients
 from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
-from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, on_device
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing
 from pasa.ops.attention.triton.launcher import DIRECT, launch
 from pasa.ops.attention.triton.paged.launch import write_pages
 from pasa.ops.attention.triton.paper.launch import paper_attention
@@ -25,12 +26,15 @@ from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.short.launch import is_short, short_attention
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
+from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
+from pasa.ops.plans import repeat_whole, unrecorded
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
-# What the Hopper kernel serves: head dimensions, and keys of an anchor block.
-HOPPER_DIMS, HOPPER_BLOCK = (64, 128), 128
+# What the Hopper kernel serves: padded head dimensions, their step, and keys of an anchor block. TMA pads tiles without
+# a cost in memory, and needs rows of multiples of 16 bytes.
+HOPPER_PADS, HOPPER_STEP, HOPPER_BLOCK = (64, 128), 8, 128
 Family: TypeAlias = Callable[[KernelCall], tuple[Tensor, Tensor, Tensor | None]]
 ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more
 
@@ -40,10 +44,13 @@ def attend(call: Call) -> Results:
 
     So accumulate="fp16" changes the published recovery alone. Cumulative lengths are checked on the
     host unless a graph is being captured. A call over pages never waits for a GPU; on an NPU its
-    pages are gathered first, and lengths are read back.
+    pages are gathered first, and lengths are read back. Anchors of pages save time and change no guarantee, so they
+    are left aside where their kernel does not compile.
     """
     if call.pages is not None and call.q.device.type == "npu":
         return attend_gathered(attend, call)
+    if call.pages is not None and not c_launcher.PAGE_ANCHORS:
+        call = replace(call, pages=call.pages._replace(key_anchors=None))
     if call.cu_k is not None and not capturing(call.q):
         call.edges()
     with on_device(call.q):
@@ -80,25 +87,43 @@ def gradients(
 
 
 def hopper_serves(call: KernelCall) -> bool:
-    """Return whether hopper/kernel.py serves this call; it needs sm_90 and a tested version of Triton."""
+    """Return whether the kernels for Hopper serve this call; they need sm_90 and a version of Triton that has Gluon."""
     options = call.options
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     plain = exact and call.mask is None and not call.features
-    return plain and call.q.shape[-1] in HOPPER_DIMS and _is_hopper(call.q.device)
+    dim = call.q.shape[-1]
+    fits = dim % HOPPER_STEP == 0 and pad_dim(dim) in HOPPER_PADS
+    return plain and fits and _is_hopper(call.q.device)
 
 
 @cache
 def _hopper() -> Family:
     from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
 
-    return lambda call: (*hopper_attention(call), None)
+    return with_own_plans(hopper_attention)
+
+
+def with_own_plans(attend_by: Callable[[KernelCall], tuple[Tensor, Tensor]]) -> Family:
+    """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole."""
+
+    def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
+        scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
+
+        def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return attend_by(KernelCall(q, k, v, scale, options, is_causal, dropped=dropped))
+
+        repeat_whole(again, call.q, call.k, call.v)
+        with unrecorded():
+            return *attend_by(call), None
+
+    return family
 
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return DIRECT  # Gluon is experimental and differs between versions of Triton
+    return DIRECT
 
 
 def portable_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ TYPES = {
     ),
     **dict.fromkeys(["p_k_cache", "p_v_cache"], "*fp16"),
     "p_offset": "*fp64",
-    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_low", "p_x"], "*fp32"),
+    **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_bound", "p_low", "p_x"], "*fp32"),
     **dict.fromkeys(["p_tile", "p_table", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_slot"], "*i32"),
     **dict.fromkeys(["p_framed", "p_marked", "p_order", "p_counts", "p_top_bits", "p_last"], "*i32"),
     **dict.fromkeys(["p_mask", "p_visible", "p_seen"], "*u8"),
@@ -101,7 +101,7 @@ NVIDIA_CASES = [
             anchor_kernel,
             "anchors" + "_early" * early,
             {"D": 128, "D_PAD": 128, "WIDTH": SLICE, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
-            | {"VARLEN": False, "EARLY": early},
+            | {"VARLEN": False, "MARKED": early},
             options={"num_warps": 8},
             **({"architectures": [90]} if early else {}),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -224,13 +223,6 @@ def check_spans(*caches: Tensor) -> None:
                 f"a page of the cache spans {span} elements (strides {cache_tensor.stride()}), 2^31 or more: "
                 "lay the cache out with pages of fewer elements"
             )
-
-
-def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which the current device is that of x, because Triton launches on the current device."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def dropped_bits(softmax: str, dtype: torch.dtype) -> int:

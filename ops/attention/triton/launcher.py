@@ -2,89 +2,40 @@
 
 A launch through Triton's Python layers takes as much host time as a short kernel takes device time,
 because Triton inspects every argument again to choose a specialisation. Here compiled kernels are
-cached by the same properties of the arguments, and passed to Triton's launcher in C.
+cached by the same properties of the arguments, and passed to Triton's launcher in C (c_launcher.py).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
+from triton.runtime.errors import OutOfResources
 
-# The arguments of the C launcher are internal to Triton and differ between versions. The
-# interpreter has no launcher.
-DIRECT = triton.__version__.startswith("3.6.") and torch.version.hip is None and not triton.knobs.runtime.interpret
+from pasa.ops.attention.triton import c_launcher
+from pasa.ops.attention.triton.c_launcher import Grid, Ready
+from pasa.ops.plans import Operand, Recorder, Step, recorder, unrecorded
 
-Grid: TypeAlias = tuple[int, int, int]
+DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
+# Triton 3.10 no longer joins a product and a sum by itself. The kernels' speed and bits rely on it, where they do not
+# ask for it.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True} if c_launcher.ON_CUDA else {}
+Launch: TypeAlias = Callable[[Sequence[Any]], None]
 
 
-@dataclass(frozen=True)
-class Ready:
-    """Hold a compiled kernel and the C function that launches it.
+def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:
+    """Compile a kernel for arguments like these.
 
-    Attributes
-    ----------
-    launch : callable
-        Triton 3.6 takes: grid, stream, function, cooperative or not, early launch or not, two
-        scratch buffers, metadata, three hooks, then the kernel's arguments. Pointers may be
-        integers. Values for compile-time arguments are ignored.
-    kernel : triton.compiler.CompiledKernel
-    function, packed
-        The kernel's handle and packed metadata.
-    early : bool
-        Whether Triton compiled it for programmatic dependent launch (it may start before the previous
-        kernel ends).
+    The result takes addresses in place of tensors, and tensor maps with their sizes in place of descriptors.
     """
-
-    launch: Callable[..., None]
-    kernel: Any
-    function: int
-    packed: Any
-    early: bool
-
-    @classmethod
-    def of(cls, kernel: Any, spelled_out: bool = False) -> Ready:
-        """Load a compiled kernel onto the device.
-
-        With `spelled_out`, the caller passes the parts of each tensor descriptor (tensor map, shape
-        and strides) as separate arguments.
-
-        Raises
-        ------
-        triton.runtime.errors.OutOfResources
-            If the kernel needs more shared memory or registers than the device has.
-        NotImplementedError
-            If the kernel needs scratch memory, as instrumented kernels do.
-        """
-        launcher = kernel.run
-        if not hasattr(launcher, "launch"):
-            launcher()  # for a kernel that did not fit, Triton stores a function that raises the error again
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise NotImplementedError(f"{kernel.name} needs scratch memory, which this launch does not allocate")
-        launch = launcher.launch
-        if spelled_out and inspect.isfunction(launch):
-            launch = inspect.getclosurevars(launch).nonlocals.get("launcher", launch)
-        return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl)
-
-    def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
-        """Launch the kernel, and call a profiler's hooks if there are any."""
-        runtime = triton.knobs.runtime  # older versions, such as triton-ascend's, lack this
-        enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            meta = self.kernel.launch_metadata(grid, stream, *arguments)
-        else:
-            enter = leave = None
-        self.launch(
-            *grid, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave, *arguments
-        )
+    compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **FUSED, **options)
+    return Ready.of(compiled, spelled_out=True)
 
 
 class Pointer:
@@ -129,35 +80,102 @@ def launch(
     options
         Options of the compiler, such as num_warps.
     """
-    ready = None
-    if DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction:
-        device = tensors[0].device.index
-        kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
-        key = (kernel, device, kinds, *constants.items(), *options.items())
-        ready = _ready.get(key)
-        if ready is None:
-            ready = _prepare(kernel.warmup(*tensors, *numbers, **constants, **options, grid=grid))
-            if ready is not None:
-                _ready[key] = ready
+    ready = _compiled(kernel, grid, tensors, numbers, constants, options)
     if ready is None:
-        kernel[grid](*tensors, *numbers, **constants, **options)
-        return
-    stream = driver.active.get_current_stream(device)
-    ready.run(grid, stream, *tensors, *numbers, *(None,) * len(constants))
+        step = _launch_by_triton(kernel, grid, numbers, constants, options)
+    else:
+        step = _launch_directly(ready, grid, tensors[0].device, (*numbers, *(None,) * len(constants)))
+    if (record := recorder()) is not None:
+        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, ready is not None))
+    with unrecorded() if record else nullcontext():  # the interpreter copies tensors
+        step(tensors)
+
+
+def _compiled(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Ready | None:  # fmt: skip
+    """Return the kernel compiled for arguments like these, or None if Triton must launch it."""
+    if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
+        return None
+    kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
+    key = (kernel, tensors[0].device.index, kinds, *constants.items(), *options.items())
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _prepare(kernel, (*tensors, *numbers), constants, options, grid)
+        if ready is not None:
+            _ready[key] = ready
+    return ready
+
+
+def _launch_by_triton(
+    kernel: Any, grid: Grid, numbers: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+) -> Launch:
+    """Return a function that launches a kernel on tensors through Triton's Python layers."""
+
+    def launch_on(tensors: Sequence[Any]) -> None:
+        try:
+            kernel[grid](*tensors, *numbers, **constants, **FUSED, **options)
+        except OutOfResources:
+            if (fewer := _fewer_stages(options)) is None:
+                raise
+            _launch_by_triton(kernel, grid, numbers, constants, fewer)(tensors)
+
+    return launch_on
+
+
+def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
+    """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
+    return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the handle of the current stream of a GPU."""
+    stream: int = driver.active.get_current_stream(device.index)
+    return stream
+
+
+def _operand(record: Recorder, x: Any) -> Operand | None:
+    """Return where the memory of a kernel's argument lies."""
+    if isinstance(x, Pointer):
+        found = record.operand(x.owner)
+        return found and found._replace(offset=x.address - x.owner.data_ptr(), dtype=x.dtype, size=(), stride=())
+    if isinstance(x, Tensor):
+        return record.operand(x)
+    found = record.operand(x.base)
+    kept = list(x.shape), list(x.strides), list(x.block_shape)
+    return found and found._replace(wrap=lambda base: type(x)(base, *kept))
 
 
 # Has no limit, as Triton's own cache of compiled kernels has none.
 _ready: dict[tuple[Any, ...], Ready] = {}
 
 
-def _prepare(compiled: Any) -> Ready | None:
+def _prepare(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any], grid: Grid
+) -> Ready | None:
     """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or instrumented."""
+    compiled = kernel.warmup(*arguments, **constants, **FUSED, **options, grid=grid)
     if not isinstance(compiled, CompiledKernel):
         return None
     try:
         return Ready.of(compiled)
     except NotImplementedError:
         return None
+    except OutOfResources:
+        if (fewer := _fewer_stages(options)) is None:
+            raise
+        return _prepare(kernel, arguments, constants, fewer, grid)
+
+
+def _fewer_stages(options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options with a shorter software pipeline, for a kernel that does not fit; None if there is none.
+
+    The shared memory that a stage takes differs between versions of Triton: decoding on sm_89 gets 104 to 112 KiB from
+    Triton 3.8, and from 3.6 and 3.9 less than the 99 that there are.
+    """
+    stages = options.get("num_stages", 1)
+    return options | {"num_stages": stages - 1} if stages > 1 else None
 
 
 def _pointer_kind(x: Any) -> tuple[Any, ...]:

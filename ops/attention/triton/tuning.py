@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from pasa.ops import envs
 from pasa.ops.attention.triton.tiles import Tile
+from pasa.ops.plans import unrecorded
 
 log = logging.getLogger("pasa")
 _chosen: dict[str, Tile] = {}
@@ -42,7 +43,8 @@ def best_tile(device: torch.device, variant: str, tiles: tuple[Tile, ...], run: 
         if torch.cuda.is_current_stream_capturing():
             return tiles[0]
         stored = {str(tile): tile for tile in tiles}.get(_read().get(key, ""))
-        _chosen[key] = stored if stored is not None else _time(key, tiles, run)
+        with unrecorded():
+            _chosen[key] = stored if stored is not None else _time(key, tiles, run)
     return _chosen[key]
 
 

@@ -5,7 +5,7 @@ the exact pass over pages that must meet.
 
 These places sample. Decoding tests some keys to decide if it tries without anchors (`load_tested_keys`), and others
 to guess an anchor (`sampled_anchor`). `anchor_kernel` compares keys with the first key of a block.
-`optimistic_step` uses the first tile's maxima. A frame is taken from the anchors of three pages
+`centre_kernel` chooses anchors from 32 keys of a head. A frame is taken from the anchors of three pages
 (decode/paged_anchored_kernel.py).
 
 Keys stand off in column 0 alone, which adds 2 million nats to a score, where FP32 has steps of 0.125. One such
@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import pasa
-from pasa.ops.attention.triton.decode import launch as decode_launch
+from pasa.ops.attention.triton.decode import paged_launch
 from tests.inputs import DEVICE, normal_qkv, pairwise
 from tests.pages import make_pages
 
@@ -168,13 +168,14 @@ def test_only_the_last_of_many_blocks_is_large():
 def test_only_the_last_of_many_programs_fails(monkeypatch):
     """Marks of all programs are read, not only those of the first 128: here 131 programs, and the last keys stand off.
 
-    Without the last program's mark the others would keep their results without anchors, and the head would have
-    two frames.
+    Without the last program's mark the head would keep its results without anchors, and scores of 450,000 nats, which
+    FP32 spaces by 2^-5 nats.
     """
-    monkeypatch.setattr(decode_launch, "processors", lambda _: 131)
-    q, k, v = normal_qkv((1, 1), (1, 131 * 128), 16)
-    stand_off(q, k, 1, CALM, torch.arange(k.shape[2] - 32, k.shape[2]), FAR)
-    judge(q, k, v, *attend(q, k, v))
+    monkeypatch.setattr(paged_launch, "processors", lambda _: 131)
+    pages = make_pages([131 * 128], (1, 1), 16, 16)
+    pages.q[..., 0], pages.k[..., 0] = 60.0, 100.0
+    pages.k[-32:, :, 0] = 30000.0
+    check(write_again(pages).anchored())
 
 
 def test_frame_of_pages_that_are_not_like_the_rest():

@@ -35,13 +35,13 @@ NVIDIA_CASES = [
     *(
         make_case(
             decode_lanes_kernel,
-            f"lanes_{arch}_d{dim}" + "_anchored" * anchored,
-            {"ANCHORED": anchored, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
-            **on_arch(arch, 4, 3 if arch == 89 else 4),
+            f"lanes_{arch}_d{dim}" + "_exact" * exact,
+            {"EXACT": exact, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
+            **on_arch(arch, 1 if exact else 4, 1 if exact else 3 if arch == 89 else 4),
         )
         for arch in (80, 89, 90)
         for dim in (64, 128)
-        for anchored in (False, True)
+        for exact in (False, True)
     ),
     *(
         make_case(

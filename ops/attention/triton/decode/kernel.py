@@ -1,14 +1,16 @@
 """Triton kernels of decoding: few query rows against a long cache, split over the keys, merged by log-sum-exp.
 
-The time is that of reading K and V once, so no pass over the keys comes before. A split uses its keys unchanged. If
-their norms show that scores may be too large for FP32 sums, the split is repeated with anchors. It then counts scores
-in the frame of its first block's anchor, and the merge corrects for the difference of two frames. The query heads that
-share a key head are rows of one tile.
+The time is that of reading K and V once, so no pass over the keys comes before. All splits of a head subtract one
+anchor from their keys, which each chooses from the same sample of the head's keys. If norms show that scores may still
+be too large for FP32 sums, or if a difference is not exact, the split is repeated with an anchor for each block. It
+then counts scores in the frame of its first block's anchor, and the merge corrects for the difference of two frames.
+The query heads that share a key head are rows of one tile.
 """
 
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
@@ -50,27 +52,27 @@ def load_queries(
 
 @triton.jit
 def store_split(
-    b_max, b_sum, b_acc, b_first, p_part, p_state, p_frame, p_framed, o_work, m_row, good,
+    b_max, b_sum, b_acc, b_first, p_part, p_state, p_frame, p_framed, o_work, m_row, mark,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of one split and its frame; a split that is not `good` is marked for the exact pass."""
+    """Store the state of one split and its frame, and `mark`, or 0 if the mark is positive and the frame is 0."""
     o_d = tl.arange(0, D_PAD)
     o_part = o_work * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
     tl.store(p_state + 2 * o_part, b_max, mask=m_row)
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
     tl.store(p_frame + o_d, b_first.to(tl.float16), mask=o_d < D)
-    tl.store(p_framed, tl.where(good, tl.max(tl.where(b_first != 0.0, 1, 0), 0), -1))
+    tl.store(p_framed, tl.where((mark > 0) & (tl.max(tl.where(b_first != 0.0, 1, 0), 0) == 0), 0, mark))
 
 
 @triton.jit
-def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pages and slots of BLOCK_N keys from `start` on; a scalar page if all keys are in one page.
+def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """Return pages and slots of BLOCK_N keys from `start` on, a multiple of BLOCK_N; a scalar page if all are in one.
 
-    p_table: row of the sequence; ALIGNED: `start` is a multiple of BLOCK_N.
+    p_table: row of the sequence.
     """
     o_n = start + tl.arange(0, BLOCK_N)
-    if ALIGNED and PAGE % BLOCK_N == 0:
+    if PAGE % BLOCK_N == 0:
         page = tl.load(p_table + start // PAGE)
     else:
         page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
@@ -81,30 +83,33 @@ def locate_keys(p_table, start, end, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, 
 def attend_split(
     b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_mask, o_query, m_row, begin, end,
     diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_table, stride_kp, stride_vp,
-    ANCHORED: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ALIGNED: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SHIFT: tl.constexpr, HIDES: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys from `begin` to `end`, a part of a split.
+    """Attend to the keys from `begin`, a multiple of BLOCK_N, to `end`, a part of a split.
 
-    ANCHORED: block anchors are subtracted, and scores are in the frame b_first. This starts as the anchor of the first
-    block with a key that some row sees, because blocks of padding have none. Otherwise keys are used unchanged, and
-    b_square (BLOCK_N,) collects the largest squared norms; infinity or NaN there fails the bound.
-    PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. ALIGNED: `begin` is a
-    multiple of BLOCK_N. WINDOW: row i sees no key before i + diagonal - span. CAP: scores are those of `capped_scores`,
-    which are small, so nothing is anchored or collected.
+    SHIFT "block": block anchors are subtracted, and scores are in the frame b_first. This starts as the anchor of the
+    first block with a key that some row sees, because blocks of padding have none. SHIFT "head": b_first (D,) is
+    subtracted; "none": keys are used unchanged. In both, b_square (BLOCK_N,) collects the largest squared norms;
+    infinity or NaN there fails the bound, and stands for a difference that may be rounded, too.
+    PAGE: slots of a page, or 0 without pages, when p_table and the strides of pages are unused. WINDOW: row i sees no
+    key before i + diagonal - span. CAP: scores are those of `capped_scores`, which are small, so nothing is anchored or
+    collected.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
     # Unchanged keys have small scores, or their split is repeated. A float mask may add large numbers to the scores.
-    FAST: tl.constexpr = (not ANCHORED and MASK != "float") and CAP == "none"
+    FAST: tl.constexpr = (SHIFT != "block" and MASK != "float") and CAP == "none"
     offset = tl.zeros_like(b_max)
+    if SHIFT == "head":  # |k - a| < |a| / 2 is exact (Sterbenz's lemma), and no longer than k
+        b_reach = tl.where(b_first == 0.0, FP16_MAX, tl.abs(b_first) * 0.5)
     for start in range(begin, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         at = tl.cast(start, tl.int64)
         m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
         if PAGE > 0:
-            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE, ALIGNED)
+            b_page, b_slot = locate_keys(p_table, start, end, BLOCK_N, PAGE)
             p_key = p_keys + (b_page * stride_kp + b_slot * stride_kn)[:, None] + o_d[None, :]
             p_value = p_values + (b_page * stride_vp + b_slot * stride_vn)[:, None] + o_d[None, :]
         else:
@@ -130,7 +135,7 @@ def attend_split(
         else:
             m_key = o_n >= 0
         # scores
-        if ANCHORED:
+        if SHIFT == "block":
             b_s, b_anchor = anchored_scores(b_q, b_k, m_key, longest, False)
             b_before = tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)
             b_first = next_frame(b_before, b_anchor)
@@ -141,6 +146,10 @@ def attend_split(
             b_s = capped_scores(tl.dot(b_q, tl.trans(b_k)), ratio, CAP)
         else:
             b_wide = b_k.to(tl.float32)
+            if SHIFT == "head":
+                b_wide -= b_first[None, :]
+                b_k = b_wide.to(tl.float16)
+                b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, INF)
             square = tl.sum(b_wide * b_wide, 1)
             if HIDES:
                 square = tl.where(m_key, square, 0.0)
@@ -159,7 +168,7 @@ def attend_split(
         else:
             b_v = tl.load(p_value)
         b_v = b_v.to(tl.float16)
-        if HIDES and (ANCHORED or CAP != "none"):
+        if HIDES and (SHIFT == "block" or CAP != "none"):
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
             if HIDES:  # rows see different keys, and 0 * NaN is NaN, so such a split goes to the exact pass
@@ -178,7 +187,7 @@ def decode_kernel(
     p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
     p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
-    p_framed,  # (B, Hkv, splits) INT32: 1 if the frame is not 0, -1 if the split is marked for the exact pass
+    p_framed,  # (B, Hkv, splits) INT32: 0 for the frame 0, 1 for the head's anchor, 2 for another frame; -1: exact pass
     p_mask,
     stride_qb,
     stride_qh,
@@ -254,27 +263,34 @@ def decode_kernel(
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            True, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
+            "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
-        good = True
+        mark = 2
     else:
+        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89).
+        SHIFT: tl.constexpr = "head" if CAP == "none" and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        if SHIFT == "head":
+            p_mask += batch * stride_mask_b + kv_head * group * stride_mask_h + (rows - 1) * stride_mask_m
+            b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
+            b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_mask, keys, stride_mask_n, MASK), longest)
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_square = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-                False, False, MASK, False, D, D_PAD, BLOCK_N, 0, True, False, CAP,
+                SHIFT, False, MASK, False, D, D_PAD, BLOCK_N, 0, False, CAP,
             )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            False, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, True, WINDOW, CAP,
+            SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+        mark = tl.where(good, 1, -1)
         if CAP != "none":
-            good = True
+            mark = 1
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
-                good, D, D_PAD, BLOCK_M)  # fmt: skip
+                mark, D, D_PAD, BLOCK_M)  # fmt: skip
 
 
 @triton.jit
@@ -299,6 +315,15 @@ def frame_offsets(
         b_offset += tl.sum(b_q[None, :] * (b_frame - b_home[None, :]), 1)
         frame += tl.sum(b_q * b_home, 0)
     return b_offset, frame
+
+
+@triton.jit
+def frame_of_head(p_row, p_frame, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Return q f for a query and a frame."""
+    o_d = tl.arange(0, D_PAD)
+    b_q = tl.load(p_row + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    b_frame = tl.load(p_frame + o_d, mask=o_d < D, other=0.0).to(tl.float32)
+    return tl.sum(b_q * b_frame, 0)
 
 
 @triton.jit
@@ -371,9 +396,11 @@ def merge_kernel(
         scale_left = scale
     frame = scale * 0.0
     p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+    most = tl.max(b_framed, 0)
+    least = tl.min(tl.where(m_split, b_framed, most), 0)
     if SHARED_FRAME:
         b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
-    elif tl.max(b_framed, 0) > 0:
+    elif most > tl.where(least > 0, 1, 0):  # not all splits are in one frame
         o_slot = tl.arange(0, SPLITS)
         # Use the frame of the split with the largest score. The frame of a split without weight may be so far away that
         # all other scores would lose their digits. Counted from 0, a score is as accurate as an FP32 sum of its
@@ -389,6 +416,8 @@ def merge_kernel(
             offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS)
         frame *= scale
         b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+    elif most > 0:  # all splits are in the frame of the head
+        frame = frame_of_head(p_row, p_anchor + o_pair * splits * D, D, D_PAD) * scale
     top = tl.max(b_max, 0)
     behind = b_max - tl.where(top == -INF, 0.0, top)
     if SHARED_FRAME:

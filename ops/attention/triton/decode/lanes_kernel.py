@@ -4,80 +4,30 @@ Here a *lane* is a warp that has separate keys, not one thread of a warp as in C
 rows wait for each other's maxima and weights, so the tile is bound by latency. Lanes meet only in the merge, and the
 time that remains is that of reading K and V once. Dots are three-dimensional, with the lane first.
 
-FP32 sums are accurate only if scores are small. Scores are bounded by norms, and the matrix unit computes |k|^2 too. If
-a bound in some program is too large, all keys of the head are attended to again, as k - a. Each program guesses one
-anchor a from a sample of its keys, and checks it on all of them. If a check fails too, decode_kernel treats lanes as
-splits and finds the exact anchor of every block.
+FP32 sums are accurate only if scores are small, and scores are bounded by norms (the matrix unit computes |k|^2, too).
+So all programs of a head subtract one anchor a, which they choose from the same sample of its keys. In each column a is
+0, or k - a is tested to be exact and no longer than k. Keys that fail a bound mark their lane, unless their weight is
+negligible. The exact pass attends to the keys of a marked lane again, with the exact anchor of every block. It leaves a
+lane alone whose one key with weight is far from all other keys of the head, above or below, because such a weight is 1
+or 0 whatever the error of its score.
 
-The first pass assigns blocks to programs round-robin, so that all programs together read memory from one end to the
-other. This is faster than one stream for each program. In the pass with anchors a program has adjacent keys, because
-adjacent keys differ less.
+Blocks are assigned to programs round-robin, so that all programs together read memory from one end to the other. This
+is faster than one stream for each program.
 """
 
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import load_queries
+from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
 
-SAMPLES = tl.constexpr(16)  # keys from which a program guesses an anchor
-TESTED_KEYS = tl.constexpr(4)  # keys whose norms are tested before the pass without anchors
-MARKS = tl.constexpr(128)  # marks of programs that are read at once
+OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once
 FP32_MAX = tl.constexpr(3.4028234e38)
-
-
-@triton.jit
-def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
-    """Return the memory offsets of keys o_n.
-
-    PAGE: slots of a page, or 0 without pages, when p_table and stride_page are unused.
-    """
-    if PAGE > 0:
-        page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0)
-        offset = tl.cast(page, tl.int64) * stride_page + (o_n % PAGE) * stride_n
-    else:
-        offset = tl.cast(o_n, tl.int64) * stride_n
-    return offset
-
-
-@triton.jit
-def sampled_anchor(p_keys, begin, end, longest, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr,
-                   PAGE: tl.constexpr):  # fmt: skip
-    """Return an anchor a (D,) of keys `begin` to `end`, the limit of |k - a|, and if sampled keys are well below it.
-
-    If |k - a| is at most half of the smallest nonzero |a| of a column, k is between a / 2 and 3 a / 2 in every column
-    with an anchor. There FP16 subtracts exactly (Sterbenz's lemma). So a column gets an anchor only if its mean is at
-    least 2.5 times the largest norm that the shift leaves of a sampled key. No column gets one if scores are small
-    anyway. longest: largest norm of a query, in nats.
-    """
-    o_n = begin + tl.arange(0, SAMPLES) * ((end - begin) // SAMPLES)
-    o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + offsets_of(o_n, o_n < end, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
-    b_k = tl.load(p_tile, mask=(o_n < end)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16).to(tl.float32)
-    mean = tl.sum(b_k, 0) / SAMPLES
-    steady = tl.max(tl.abs(b_k - mean[None, :]), 0) <= tl.abs(mean) * 0.125
-    b_left = tl.where(steady[None, :], b_k - mean[None, :], b_k)
-    limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-    needed = tl.max(tl.sum(b_k * b_k, 1), 0) > 0.25 * limit * limit
-    least = tl.where(needed, 6.25 * tl.max(tl.sum(b_left * b_left, 1), 0), INF)
-    keep = steady & (mean * mean > least)
-    anchor = tl.where(keep, mean, 0.0).to(tl.float16).to(tl.float32)
-    limit = tl.minimum(limit, tl.min(tl.where(keep, tl.abs(anchor), INF), 0) * 0.5)
-    b_left = b_k - anchor[None, :]
-    b_square = tl.sum(b_left * b_left, 1)
-    # every comparison with NaN is false, so a key with a NaN fails
-    return anchor, limit, tl.min(tl.where(b_square <= 0.8 * limit * limit, 1, 0), 0) > 0
-
-
-@triton.jit
-def load_tested_keys(
-    p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr
-):
-    """Load a few keys (TESTED_KEYS, D), far from each other."""
-    o_n = tl.arange(0, TESTED_KEYS) * (keys // TESTED_KEYS)
-    o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
-    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
+SHRINK = tl.constexpr(2.0**-8)  # of keys, so that FP16 holds the square of each
+# Nats below the maximum: 2^17 keys there have weights of 2^-17 together, 2^-6 of the rounding of one weight to FP16.
+NEGLIGIBLE = tl.constexpr(24.0)
+SUM_ERROR = tl.constexpr(2.0**-19)  # of |q| |k|: of an FP32 sum of up to 128 products (README.md, "Decoding")
 
 
 @triton.jit
@@ -99,16 +49,17 @@ def locate_lanes(p_table, start, keys, HIDES: tl.constexpr, LANES: tl.constexpr,
 
 @triton.jit
 def attend_lanes(
-    b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, end, step, keys, diagonal, scale,
-    stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, begin, end, step, keys, diagonal, scale,
+    longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one block of LANES * BLOCK_N keys every `step`, and return the state of every lane.
 
-    This is b_max, b_sum (L, M) and b_acc (L, M, D). b_far (L, M, N), a tile of equal rows, is the largest |k - a|^2;
-    infinity or NaN there fails the bound. b_q (M, D). p_frame: a, in memory so that the loop can load it in the layout
-    of the dot.
+    This is b_max, b_sum (L, M) and b_acc (L, M, D). b_worst (L, M, N) is the largest score of keys that fail a bound,
+    as far as its error of at most 1 nat may raise it. It is infinite for a larger error, for a key or value that is not
+    finite, and for a difference k - a that may be rounded. b_q (M, D); longest: largest norm of a query, in nats.
+    p_frame: a, in memory so that the loop can load it in the layout of the dot.
     """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -123,9 +74,17 @@ def attend_lanes(
     o_v = o_row[:, :, None] * stride_vn + o_d[None, None, :]
     if ANCHORED:
         b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)[None, :, None]
+        # Below it k is between a / 2 and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k.
+        b_reach = tl.where(b_anchor == 0.0, INF, tl.abs(b_anchor.to(tl.float32)) * 0.5).to(tl.float16)
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
     b_ones = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
     factor = scale * LOG2_E
+    # FP16 rounds squares by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
+    limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30) * SHRINK
+    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
+    slack = longest / scale * (SUM_ERROR / SHRINK)
+    extreme = SHRINK / (SUM_ERROR * tl.maximum(longest, 1e-30))
+    extreme = tl.minimum(extreme * extreme, FP32_MAX)
     for start in range(begin, end, step):
         at = tl.cast(start, tl.int64)
         m_n = start + o_n < keys
@@ -143,8 +102,12 @@ def attend_lanes(
         if ANCHORED:
             b_k = b_k - b_anchor
             if HIDES:
-                b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # padding has no norm
-        b_far = tl.maximum(b_far, tl.dot(b_ones, b_k * b_k), propagate_nan=tl.PropagateNan.ALL)
+                b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # padding fails no bound
+        b_square = b_k * SHRINK
+        b_square = b_square * b_square
+        if ANCHORED:
+            b_square = tl.where(tl.abs(b_k) < b_reach, b_square, INF).to(tl.float16)
+        b_far = tl.dot(b_ones, b_square)
         b_s = tl.dot(b_queries, b_k)
         if HIDES:
             m_seen = m_n[:, None, :] & (o_query >= 0)[None, :, None]
@@ -171,8 +134,10 @@ def attend_lanes(
         if HIDES:  # rows see different keys, and 0 * NaN is NaN
             finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 2) > 0
             b_far = tl.where(finite[:, None, :], b_far, INF)
+        b_bad = tl.where(b_far <= extreme, b_s + tl.sqrt(b_far) * slack, INF)
+        b_worst = tl.maximum(b_worst, tl.where(b_far <= highest, -INF, b_bad))
         b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, :, None])
-    return b_max, b_sum, b_acc, b_far
+    return b_max, b_sum, b_acc, b_worst
 
 
 @triton.jit
@@ -192,81 +157,133 @@ def store_lanes(
 
 @triton.jit
 def attend_program(
-    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, batch, kv_head, begin, whole, rest, end, step,
-    slot, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split, splits,
+    seen_by_all, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
     group, rows, scale, ANCHORED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of one program: blocks from `begin` to `whole`, which all rows see, and those from `rest` to `end`.
+    """Do the work of one of `splits` programs of a head; all rows see the first `seen_by_all` keys.
 
-    slot: number of its first lane among all lanes of the launch.
+    ANCHORED: an anchor is chosen; otherwise keys are used unchanged.
     """
+    BLOCK: tl.constexpr = LANES * BLOCK_N
+    slot = tl.program_id(0) * LANES
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
-    b_tested = load_tested_keys(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    b_sample = load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     m_row = o_m < group * rows
     p_frame = p_anchor + slot * D
-    diagonal = keys - rows
-    # the anchor, the largest norm that k - a may have, and a test of some keys
+    # the anchor
     o_lane = tl.arange(0, LANES)
     framed = 0
+    b_left = b_sample.to(tl.float32)
     if ANCHORED:
-        anchor, limit, good = sampled_anchor(
-            p_keys, begin, whole, longest, stride_kn, p_table, stride_kp, D, D_PAD, PAGE
-        )
+        anchor = choose_anchor(b_left, tl.arange(0, SAMPLES) < keys, longest)
         framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
         o_frame = o_lane[:, None] * D + o_d[None, :]
         b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
         tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+        b_left -= anchor[None, :]
         tl.debug_barrier()  # other threads of the program read it
-    else:
-        limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30)
-        b_tested = b_tested.to(tl.float32)
-        # a cheap test before the loop; a maximum ignores NaN, which the loop finds
-        good = tl.max(tl.sum(b_tested * b_tested, 1), 0) <= limit * limit
-    # the lanes
+    # Nothing is gained by a pass in which most keys fail; NaN fails nothing here, and the loop finds it.
+    b_fails = tl.where(tl.sqrt(tl.sum(b_left * b_left, 1)) * longest > ANCHOR_LIMIT, 1, 0)
+    good = tl.sum(b_fails, 0) <= SAMPLES // 2
+    # blocks in turn, first those that all rows see
+    step = splits * BLOCK
+    begin = o_split * BLOCK
+    whole = seen_by_all // BLOCK * BLOCK
+    rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
+    diagonal = keys - rows
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
-    b_far = tl.zeros((LANES, BLOCK_M, BLOCK_N), tl.float32)
-    b_max, b_sum, b_acc, b_far = attend_lanes(
-        b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin), step,
-        keys, diagonal, scale, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    b_worst = tl.full((LANES, BLOCK_M, BLOCK_N), -INF, tl.float32)
+    b_max, b_sum, b_acc, b_worst = attend_lanes(
+        b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin),
+        step, keys, diagonal, scale, longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
         ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
     )  # fmt: skip
-    if good & (rest < end):
-        b_max, b_sum, b_acc, b_far = attend_lanes(
-            b_q, b_max, b_sum, b_acc, b_far, p_keys, p_values, p_frame, o_query, rest, end, step,
-            keys, diagonal, scale, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    if good & (rest < keys):
+        b_max, b_sum, b_acc, b_worst = attend_lanes(
+            b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, rest, keys,
+            step, keys, diagonal, scale, longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
             ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
-    # FP16 rounds squares and their differences by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
-    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
-    far = tl.max(tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 2), 1), 0)
-    good = good & (far == 0)
-    if ANCHORED:
-        tl.store(p_framed + slot + o_lane, tl.full((LANES,), 0, tl.int32) + tl.where(good, framed, -1))
-    else:
-        tl.store(p_framed + slot + o_lane, tl.zeros((LANES,), tl.int32))
-        tl.store(p_marked + tl.program_id(0), tl.where(good, 0, 1))
+    # A row may need the exact pass if a key that failed a bound may have weight. If FP16 rounds all other weights to 0,
+    # they are 16 nats below, and the row's maximum is known up to an error.
+    b_worst = tl.max(b_worst, 2)
+    m_bad = b_worst > b_max - NEGLIGIBLE / scale
+    m_alone = (b_sum == 1.0) & (b_worst < INF)
+    error = tl.where(m_bad, tl.where(m_alone, tl.maximum(b_worst - b_max, 0.0), INF), 0.0)
+    error = tl.where(good, error, INF)
+    b_marked = tl.max(tl.where(m_row[None, :] & (m_bad | (error == INF)), 1, 0), 1)
+    tl.store(p_framed + slot + o_lane, tl.where(b_marked > 0, -1 - framed, framed))
+    tl.store(p_marked + tl.program_id(0), tl.max(b_marked, 0))
+    o_part = (slot + o_lane[:, None]) * BLOCK_M + o_m[None, :]
+    tl.store(p_bound + 2 * o_part, tl.where(error == INF, -INF, b_max - error))
+    tl.store(p_bound + 2 * o_part + 1, tl.where(error == INF, INF, b_max + error))
     store_lanes(b_max, b_sum, b_acc, p_part, p_state, slot, m_row, D, D_PAD, LANES, BLOCK_M)
 
 
 @triton.jit
-def is_marked(p_marked, o_pair, splits):
-    """Test if the pass without anchors has failed in a program of the head."""
-    marked = 0
-    for start in range(0, splits, MARKS):
-        o_mark = start + tl.arange(0, MARKS)
-        b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
-        marked = tl.maximum(marked, tl.max(b_mark, 0))
-    return marked
+def is_settled(p_bound, slot, first, lanes, m_row, scale, BLOCK_M: tl.constexpr):
+    """Test if every row's maximum in a lane is far above those in all other lanes of the head, or far below one.
+
+    `first`: the first of all `lanes` lanes of the head.
+    """
+    o_m = tl.arange(0, BLOCK_M)
+    least = tl.load(p_bound + 2 * (slot * BLOCK_M + o_m))
+    most = tl.load(p_bound + 2 * (slot * BLOCK_M + o_m) + 1)
+    others_least = tl.full((BLOCK_M,), -INF, tl.float32)
+    others_most = tl.full((BLOCK_M,), -INF, tl.float32)
+    for start in range(0, lanes, OTHERS):
+        o_lane = start + tl.arange(0, OTHERS)
+        m_lane = ((o_lane < lanes) & (first + o_lane != slot))[:, None]
+        p_other = p_bound + 2 * ((first + o_lane)[:, None] * BLOCK_M + o_m[None, :])
+        others_least = tl.maximum(others_least, tl.max(tl.load(p_other, mask=m_lane, other=-INF), 0))
+        others_most = tl.maximum(others_most, tl.max(tl.load(p_other + 1, mask=m_lane, other=-INF), 0))
+    far = NEGLIGIBLE / scale
+    m_settled = (least == most) | (least - far > others_most) | (most + far < others_least)
+    return tl.min(tl.where(m_row & (m_settled == 0), 0, 1), 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits", "keys_each"])
+@triton.jit
+def attend_lane_exactly(
+    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split, o_lane, splits, keys,
+    stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    group, rows, scale, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Attend to the blocks of a marked lane again, with an anchor for each, unless the lane is settled."""
+    slot = tl.program_id(0)
+    m_row = tl.arange(0, BLOCK_M) < group * rows
+    lanes = splits * LANES
+    if is_settled(p_bound, slot, slot // lanes * lanes, lanes, m_row, scale, BLOCK_M) > 0:
+        tl.store(p_framed + slot, -1 - tl.load(p_framed + slot))
+        return
+    b_q, _, o_query, longest = load_queries(
+        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+    )
+    b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    b_first = tl.zeros((D_PAD,), tl.float32)
+    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range((o_split * LANES + o_lane) * BLOCK_N, keys, splits * LANES * BLOCK_N):
+        b_max, b_sum, b_acc, b_first, b_square = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row,
+            start, tl.minimum(start + BLOCK_N, keys), keys - rows, 0, scale, scale, longest, stride_kn, stride_vn, 0,
+            p_table, stride_kp, stride_vp,
+            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, False, "none",
+        )  # fmt: skip
+    store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + slot * D, p_framed + slot, slot, m_row, 2,
+                D, D_PAD, BLOCK_M)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "keys", "splits"])
 def decode_lanes_kernel(
     p_q,  # as in decode_kernel
     p_k,
@@ -275,7 +292,8 @@ def decode_lanes_kernel(
     p_state,
     p_anchor,
     p_framed,
-    p_marked,  # (B, Hkv, programs of a head) INT32: 1 if the pass without anchors has failed
+    p_marked,  # (B, Hkv, programs of a head) INT32: 1 if a lane of the program is marked
+    p_bound,  # (B, Hkv, splits, BLOCK_M, 2) FP32: the least and the most that the maximum of a row in a lane may be
     stride_qb,
     stride_qh,
     stride_qm,
@@ -290,9 +308,8 @@ def decode_lanes_kernel(
     rows,
     keys,
     splits,
-    keys_each,
     scale,
-    ANCHORED: tl.constexpr,  # only heads that the pass without anchors has marked
+    EXACT: tl.constexpr,  # the exact pass: a program for each lane, which returns if its lane is not marked
     CAUSAL: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -301,37 +318,30 @@ def decode_lanes_kernel(
     BLOCK_N: tl.constexpr,  # keys of a lane
     PDL: tl.constexpr,
 ):
-    """Attend as one of `splits` programs of one key head; if ANCHORED, to `keys_each` adjacent keys, whole blocks."""
-    BLOCK: tl.constexpr = LANES * BLOCK_N
+    """Attend as one of `splits` programs of one key head, or as one lane of a program if EXACT."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    o_split = tl.program_id(0) % splits
-    o_pair = tl.program_id(0) // splits
-    slot = tl.program_id(0) * LANES
-    if ANCHORED:
-        if is_marked(p_marked, o_pair, splits) == 0:
+    o_program = tl.program_id(0)
+    if EXACT:
+        if tl.load(p_framed + o_program) >= 0:
             return
+        o_program = o_program // LANES
+    o_split = o_program % splits
+    o_pair = o_program // splits
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
-    # keys that all rows see in whole blocks, then the others
-    seen_by_all = tl.maximum(keys - rows + 1 if CAUSAL else keys, 0) // BLOCK * BLOCK
-    if ANCHORED:
-        begin = o_split * keys_each
-        end = tl.minimum(begin + keys_each, keys)
-        whole = tl.maximum(tl.minimum(end, seen_by_all), begin)
-        rest = whole
-        step = BLOCK
+    if EXACT:
+        attend_lane_exactly(
+            p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split,
+            tl.program_id(0) % LANES, splits, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_k, 0, 0,
+            group, rows, scale, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
+        )  # fmt: skip
     else:
-        begin = o_split * BLOCK
-        end = keys
-        whole = seen_by_all
-        step = splits * BLOCK
-        rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
-    attend_program(
-        p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, batch, kv_head, begin, whole, rest, end,
-        step, slot, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_k, 0, 0, group, rows, scale,
-        ANCHORED, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
-    )  # fmt: skip
+        attend_program(
+            p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split,
+            splits, tl.maximum(keys - rows + 1 if CAUSAL else keys, 0), keys, stride_qb, stride_qh, stride_qm,
+            stride_kn, stride_vn, p_k, 0, 0, group, rows, scale, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
+        )  # fmt: skip

@@ -28,9 +28,10 @@ SPLIT_COST = 2
 class Splits:
     """Hold the buffers in which splits leave their results for the merge.
 
-    kernel.py describes the arrays, and lanes_kernel.py those of the lanes. There are `count` splits
-    of `keys` adjacent keys; the last splits have fewer keys or none. In the first pass of the lanes,
-    keys of a split are not adjacent. `marked` has one entry for each program of that pass.
+    kernel.py describes the arrays, and lanes_kernel.py those of the lanes. There are `count` splits of
+    `keys` keys; the last splits have fewer keys or none. `marked` has one entry for each program of the
+    lanes. `low` holds bounds of the lanes' maxima, or the low parts of maxima that pages with anchors
+    need.
     """
 
     part: Any
@@ -49,27 +50,25 @@ class Splits:
         splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
                  (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
-                 (splits * block_m, torch.float32))  # fmt: skip
+                 (splits * block_m * 2, torch.float32))  # fmt: skip
         part, state, anchor, framed, marked, low = workspace(device, *parts)
         return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
 
 
 def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attend from a few rows: split the keys, redo splits with too large scores in an exact pass, then merge."""
+    """Attend from a few rows: split the keys, redo in an exact pass the splits that a bound marks, then merge."""
     batch, _, rows, dim = call.q.shape
     pad = pad_dim(dim)
     lane = keys_of_a_lane(device_architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16 and not (call.has_window or call.softcap):
-        splits = _lanes(call, lane)
-        exact_tile = Tile(16, 32, 4, 2)
-    else:
-        tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
-        pairs = batch * call.k.shape[1]
-        each = tile.block_n * blocks_of_a_split(
-            processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, split_limit(call)
-        )
-        splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
-        _tiles(call, splits, tile, exact=False)
+        return merge(call, _lanes(call, lane))
+    tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
+    pairs = batch * call.k.shape[1]
+    each = tile.block_n * blocks_of_a_split(
+        processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, split_limit(call)
+    )
+    splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
+    _tiles(call, splits, tile, exact=False)
     if not call.softcap:
         _tiles(call, splits, exact_tile, exact=True)
     return merge(call, splits)
@@ -99,28 +98,31 @@ def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple
 
 
 def _lanes(call: KernelCall, block_n: int) -> Splits:
-    """Attend from a few rows without a mask: a pass without anchors, then one with an anchor for each program.
-
-    Every lane of a program becomes a split.
-    """
+    """Attend from a few rows without a mask; every lane of a program becomes a split."""
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
     blocks = -(-keys // (LANES * block_n))
-    each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES) * LANES * block_n
-    programs = -(-keys // each)
-    splits = Splits.of(call, programs * LANES, each // LANES, 16)
-    for anchored in (False, True):
+    each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES)
+    programs = -(-blocks // each)
+    splits = Splits.of(call, programs * LANES, each * block_n, 16)
+    for exact in (False, True):
         launch(
-            decode_lanes_kernel, (pairs * programs, 1, 1),
-            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked),
+            decode_lanes_kernel, (pairs * programs * (LANES if exact else 1), 1, 1),
+            (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
+             splits.low),
             (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
-             kv_heads, call.group, rows, keys, programs, each, call.scale),
-            {"ANCHORED": anchored, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES,
-             "PDL": early(device)},
-            num_warps=LANES, num_stages=lane_stages(device_architecture(device)), **launched_early(device),
+             kv_heads, call.group, rows, keys, programs, call.scale),
+            {"EXACT": exact, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES, "PDL": early(device)},
+            **lane_options(device, exact),
         )  # fmt: skip
     return splits
+
+
+def lane_options(device: torch.device, exact: bool) -> dict[str, Any]:
+    """Return the compiler's options for a pass of the lanes; in the exact pass, one warp attends to a lane."""
+    stages = 1 if exact else lane_stages(device_architecture(device))
+    return {"num_warps": 1 if exact else LANES, "num_stages": stages, **launched_early(device)}
 
 
 def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
@@ -155,8 +157,8 @@ def keys_of_a_lane(architecture: str, pad: int) -> int:
 def lane_stages(architecture: str) -> int:
     """Return the pipeline stages of the lanes.
 
-    A stage is 32 KiB of K and V, and one stage is in registers; the pass with anchors needs one
-    more. So 4 stages take 128 KiB of shared memory, and 3 take 96 of the 99 KiB that sm_89 has.
+    A stage is 32 KiB of K and V. So 4 stages take 128 KiB of shared memory, and 3 take 96 of the
+    99 KiB that sm_89 has.
     """
     return 3 if architecture == "sm_89" else 4
 

@@ -16,11 +16,23 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries
-from pasa.ops.attention.triton.decode.lanes_kernel import is_marked, locate_lanes, store_lanes
+from pasa.ops.attention.triton.decode.lanes_kernel import locate_lanes, store_lanes
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, LOG2_E
 
 FAR = tl.constexpr(2.0**14)  # FP32 sums of 2^14 nats, and their two FP16 terms, err by 2^-8 at most
+MARKS = tl.constexpr(128)  # marks of programs that are read at once
 TURNS = tl.constexpr(64)  # blocks of a program for which offsets are found at once
+
+
+@triton.jit
+def is_marked(p_marked, o_pair, splits):
+    """Test if the pass without anchors has failed in a program of the head."""
+    marked = 0
+    for start in range(0, splits, MARKS):
+        o_mark = start + tl.arange(0, MARKS)
+        b_mark = tl.load(p_marked + o_pair * splits + o_mark, mask=o_mark < splits, other=0)
+        marked = tl.maximum(marked, tl.max(b_mark, 0))
+    return marked
 
 
 @triton.jit

@@ -24,7 +24,7 @@ CASES = [
         make_case(
             decode_paged_kernel,
             f"paged_{arch}_{rows}x{dim}_of_{page}" + "_exact" * exact,
-            {"TILED": rows == 128, "CAUSAL": rows == 128, "PAGE": page, "GRAIN": 64, "LANES": 1, "EXACT": exact}
+            {"TILED": rows == 128, "CAUSAL": rows == 128, "PAGE": page, "GRAIN": 64, "EXACT": exact}
             | {"PDL": arch == 90}
             | sizes_of(dim, rows, 32 if exact or arch < 90 else 64),
             **on_arch(arch, 8 if rows == 128 and arch == 90 else 4, 3 if exact or arch == 89 else 5, stack=4100),
@@ -42,7 +42,7 @@ CASES = [
         make_case(
             decode_paged_kernel,
             f"paged_90_window_{rows}x{dim}_{cap}_cap" + "_exact" * exact,
-            {"TILED": rows > 16, "CAUSAL": rows > 16, "PAGE": 16, "GRAIN": 64, "LANES": 1, "EXACT": exact}
+            {"TILED": rows > 16, "CAUSAL": rows > 16, "PAGE": 16, "GRAIN": 64, "EXACT": exact}
             | {"PDL": True, "WINDOW": True, "CAP": cap}
             | sizes_of(dim, rows, 32 if exact else 64),
             **on_arch(90, 8 if rows == 128 else 4, 3 if exact else 5, stack=4100),
@@ -57,12 +57,13 @@ CASES = [
     *(
         make_case(
             decode_lanes_paged_kernel,
-            f"lanes_{arch}_d{dim}_of_{page}" + "_anchored" * anchored,
-            {"ANCHORED": anchored, "LANES": 4, "PAGE": page, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
-            **on_arch(arch, 4, 5 if arch == 89 else 7),
+            f"lanes_{arch}_d{dim}_of_{page}" + "_bare" * bare + "_exact" * exact,
+            {"ANCHORED": not bare, "EXACT": exact, "LANES": 4, "PAGE": page, "PDL": arch == 90}
+            | sizes_of(dim, 16, 2048 // dim),
+            **on_arch(arch, 1 if exact else 4, 1 if exact else 5 if arch == 89 else 7),
         )
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 16), (90, 128, 16), (90, 128, 128))
-        for anchored in (False, True)
+        for bare, exact in ((False, False), (False, True), (True, False))
     ),
     *(
         make_case(

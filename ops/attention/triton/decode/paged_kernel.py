@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
-from pasa.ops.attention.triton.decode.lanes_kernel import attend_program, is_marked
+from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 
 @triton.jit
-def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, LANES: tl.constexpr, TILED: tl.constexpr,
+def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, TILED: tl.constexpr,
                  WINDOW: tl.constexpr):  # fmt: skip
     """Return the sequence of a tile, the last key of its first row, and the keys `begin` to `end` of a split.
 
-    Splits are equally long, LANES of them a multiple of GRAIN keys; the last ones may have fewer, or none. With WINDOW
+    Splits are equally long, a multiple of GRAIN keys; the last ones may have fewer, or none. With WINDOW
     they start at the block of GRAIN keys that has the first key of the first row. p_tile: as in `decode_paged_kernel`.
     """
     if TILED:
@@ -30,10 +31,10 @@ def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, LAN
         diagonal = keys - 1
     if WINDOW:
         first = tl.minimum(tl.maximum(diagonal - span, 0), keys) // GRAIN * GRAIN
-        keys_each = tl.cdiv(tl.cdiv(keys - first, GRAIN), splits // LANES) * (GRAIN // LANES)
+        keys_each = tl.cdiv(tl.cdiv(keys - first, GRAIN), splits) * GRAIN
         begin = tl.minimum(first + o_split * keys_each, keys)
     else:
-        keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits // LANES) * (GRAIN // LANES)
+        keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits) * GRAIN
         begin = tl.minimum(o_split * keys_each, keys)
     return sequence, diagonal, begin, tl.minimum(begin + keys_each, keys)
 
@@ -73,15 +74,13 @@ def decode_paged_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,  # slots of a page
-    GRAIN: tl.constexpr,  # block of keys of the pass that chose the splits: LANES splits are a multiple of it
-    LANES: tl.constexpr,
+    GRAIN: tl.constexpr,  # block of keys of the fast pass: splits are a multiple of it
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,  # as in `decode_kernel`
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
-    ALIGNED: tl.constexpr = GRAIN // LANES % BLOCK_N == 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -93,7 +92,7 @@ def decode_paged_kernel(
             return
     o_tile = o_pair // kv_heads
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, span, GRAIN, LANES, TILED, WINDOW)
+    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, span, GRAIN, TILED, WINDOW)
     p_pages = p_table + tl.cast(sequence, tl.int64) * stride_table
     m_row = tl.arange(0, BLOCK_M) < group * rows
     b_q, _, o_query, longest = load_queries(
@@ -115,26 +114,35 @@ def decode_paged_kernel(
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            True, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
+            "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
-        good = True
+        mark = 2
     else:
+        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89). Keys before a window, that
+        # no row sees, must not choose an anchor.
+        ANCHORS: tl.constexpr = CAP == "none" and not WINDOW
+        SHIFT: tl.constexpr = "head" if ANCHORS and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        if SHIFT == "head":
+            keys = tl.load(p_tile + (3 * o_tile + 1 if TILED else o_tile))
+            b_sample = load_sample(p_keys, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
+            b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_q, keys, 0, "none"), longest)
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, whole,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            False, False, "none", False, D, D_PAD, BLOCK_N, PAGE, ALIGNED, False, CAP,
+            SHIFT, False, "none", False, D, D_PAD, BLOCK_N, PAGE, False, CAP,
         )  # fmt: skip
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
-            False, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, ALIGNED, WINDOW, CAP,
+            SHIFT, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
         # a sum, unlike a maximum, does not lose a NaN
         good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
+        mark = tl.where(good, 1, -1)
         if CAP != "none":
-            good = True
+            mark = 1
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
-                good, D, D_PAD, BLOCK_M)  # fmt: skip
+                mark, D, D_PAD, BLOCK_M)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
@@ -147,6 +155,7 @@ def decode_lanes_paged_kernel(
     p_anchor,
     p_framed,
     p_marked,
+    p_bound,
     p_table,  # (B, most pages of a sequence) INT32
     p_tile,  # (B,) INT32: keys of each sequence
     stride_qb,
@@ -163,7 +172,8 @@ def decode_lanes_paged_kernel(
     group,
     splits,
     scale,
-    ANCHORED: tl.constexpr,
+    ANCHORED: tl.constexpr,  # programs choose an anchor for each head: no pages keep anchors
+    EXACT: tl.constexpr,  # as in decode_lanes_kernel
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     LANES: tl.constexpr,
@@ -173,34 +183,31 @@ def decode_lanes_paged_kernel(
     PDL: tl.constexpr,
 ):
     """Attend as one of `splits` programs of one key head, for sequences with one query each."""
-    BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    o_split = tl.program_id(0) % splits
-    o_pair = tl.program_id(0) // splits
-    if ANCHORED:
-        if is_marked(p_marked, o_pair, splits) == 0:
+    o_program = tl.program_id(0)
+    if EXACT:
+        if tl.load(p_framed + o_program) >= 0:
             return
-    sequence = o_pair // kv_heads
+        o_program = o_program // LANES
+    o_split = o_program % splits
+    sequence = o_program // splits // kv_heads
     batch = tl.cast(sequence, tl.int64)
-    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    kv_head = tl.cast(o_program // splits % kv_heads, tl.int64)
     keys = tl.load(p_tile + sequence)
-    # whole blocks, then the others
-    if ANCHORED:
-        _, _, begin, end = locate_split(p_tile, sequence, o_split, splits, 0, BLOCK, 1, False, False)
-        whole = tl.maximum(tl.minimum(end, keys // BLOCK * BLOCK), begin)
-        rest = whole
-        step = BLOCK
+    p_keys = p_k + kv_head * stride_kh
+    p_values = p_v + kv_head * stride_vh
+    p_pages = p_table + batch * stride_table
+    if EXACT:
+        attend_lane_exactly(
+            p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split,
+            tl.program_id(0) % LANES, splits, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages,
+            stride_kp, stride_vp, group, 1, scale, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        )  # fmt: skip
     else:
-        begin = o_split * BLOCK
-        end = keys
-        whole = keys // BLOCK * BLOCK
-        step = splits * BLOCK
-        rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
-    attend_program(
-        p_q, p_k + kv_head * stride_kh, p_v + kv_head * stride_vh, p_part, p_state, p_anchor, p_framed, p_marked,
-        batch, kv_head, begin, whole, rest, end, step, tl.program_id(0) * LANES, keys, stride_qb, stride_qh, stride_qm,
-        stride_kn, stride_vn, p_table + batch * stride_table, stride_kp, stride_vp, group, 1, scale,
-        ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
-    )  # fmt: skip
+        attend_program(
+            p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split,
+            splits, keys, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages, stride_kp, stride_vp,
+            group, 1, scale, ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        )  # fmt: skip

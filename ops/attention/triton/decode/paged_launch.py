@@ -14,6 +14,7 @@ from pasa.ops.attention.triton.decode.launch import (
     decode_tiles,
     early,
     keys_of_a_lane,
+    lane_options,
     lane_stages,
     launched_early,
     merge,
@@ -149,21 +150,20 @@ def _decode(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor, Tensor
     arch, pad = device_architecture(call.q.device), pad_dim(dim)
     lane = keys_of_a_lane(arch, pad)
     if lane and pages.tiles.dim() == 1 and call.group <= 16 and not (call.has_window or call.softcap):
-        lanes, exact_tile = LANES, Tile(16, 32, 4, 2)
-        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(arch)), lanes)
+        splits = _split(call, pages, Tile(16, lane, LANES, lane_stages(arch)), LANES)
         if pages.anchors is not None and pages.slots % 16 == 0:
-            _lanes(call, pages, splits, lane, anchored=False)
+            _lanes(call, pages, splits, lane, anchored=False, exact=False)
             for exact in (False, True):
                 _anchored(call, pages, splits, pages.anchors, lane if pages.slots % lane == 0 else 16, exact)
             return merge(call, splits, shared_frame=True)
-        _lanes(call, pages, splits, lane, anchored=False)
-        _lanes(call, pages, splits, lane, anchored=True)
-    else:
-        lanes, (tile, exact_tile) = 1, decode_tiles(arch, pad, call.group * rows)
-        splits = _split(call, pages, tile, lanes)
-        _tiles(call, pages, splits, tile, lanes, exact=False)
+        for exact in (False, True):
+            _lanes(call, pages, splits, lane, anchored=True, exact=exact)
+        return merge(call, splits)
+    tile, exact_tile = decode_tiles(arch, pad, call.group * rows)
+    splits = _split(call, pages, tile, 1)
+    _tiles(call, pages, splits, tile, exact=False)
     if not call.softcap:
-        _tiles(call, pages, splits, exact_tile, lanes, exact=True)
+        _tiles(call, pages, splits, exact_tile, exact=True)
     return merge(call, splits)
 
 
@@ -181,7 +181,7 @@ def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Split
     return Splits.of(call, count, tile.block_n, tile.block_m)
 
 
-def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lanes: int, exact: bool) -> None:
+def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, exact: bool) -> None:
     """Run the fast or the exact pass of `decode_paged_kernel`."""
     tiled, device = pages.tiles.dim() == 2, call.q.device
     launch(
@@ -191,24 +191,27 @@ def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, lane
          call.k.shape[1], call.group, call.q.shape[2], splits.count,
          call.limits[1] if tiled else max(call.window[0], 0), call.unit, call.ratio),
         {"TILED": tiled, "CAUSAL": call.banded and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
-         "PAGE": pages.slots, "GRAIN": splits.keys * lanes, "LANES": lanes, "EXACT": exact, "PDL": early(device),
+         "PAGE": pages.slots, "GRAIN": splits.keys, "EXACT": exact, "PDL": early(device),
          "WINDOW": call.has_window and (tiled or call.window[0] >= 0), "CAP": call.cap_kind},
         num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
     )  # fmt: skip
 
 
-def _lanes(call: KernelCall, pages: PagedTiles, splits: Splits, block_n: int, anchored: bool) -> None:
-    """Run one pass of the lanes, without anchors or with one anchor for each program."""
+def _lanes(
+    call: KernelCall, pages: PagedTiles, splits: Splits, block_n: int, anchored: bool, exact: bool
+) -> None:  # fmt: skip
+    """Run one pass of the lanes; `anchored`: programs choose an anchor for each head."""
     device, programs = call.q.device, splits.count // LANES
+    options = lane_options(device, exact)
     launch(
-        decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * programs, 1, 1),
+        decode_lanes_paged_kernel, (call.q.shape[0] * call.k.shape[1] * (splits.count if exact else programs), 1, 1),
         (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed, splits.marked,
-         pages.table, pages.tiles),
+         splits.low, pages.table, pages.tiles),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
          call.k.shape[1], call.group, programs, call.scale),
-        {"ANCHORED": anchored, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
-         "PDL": early(device)},
-        num_warps=LANES, num_stages=paged_stages(lane_stages(device_architecture(device))), **launched_early(device),
+        {"ANCHORED": anchored, "EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES,
+         "PAGE": pages.slots, "PDL": early(device)},
+        **options | {"num_stages": paged_stages(options["num_stages"])},
     )  # fmt: skip
 
 

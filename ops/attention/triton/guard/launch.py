@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
-from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, on_device, strides_of, visible_keys
+from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tiles import pad_dim
+from pasa.ops.devices import on_device
 
 TILE = 4096  # elements of K of a program, at least
 SPLITS = 32  # programs that share the keys of a column; each reads what all of them found

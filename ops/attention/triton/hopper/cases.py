@@ -5,8 +5,11 @@ They are not in cases.py because triton-ascend does not have Gluon.
 
 from typing import Any
 
-from pasa.ops.attention.triton.hopper.kernel import attention_kernel
-from pasa.ops.attention.triton.hopper.launch import STAGES
+from pasa.ops.attention.triton.hopper.centre_kernel import TILE, centre_kernel
+from pasa.ops.attention.triton.hopper.exact_kernel import exact_kernel
+from pasa.ops.attention.triton.hopper.launch import CENTRE_WARPS, STAGES
+from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
+from pasa.ops.attention.triton.tiles import pad_dim
 
 # The type of a tensor map in a launch of Triton 3.6; the layout is that of hopper/launch.SWIZZLE.
 TENSOR_MAP = (
@@ -16,30 +19,48 @@ TENSOR_MAP = (
 
 
 def _case(
-    name: str, dim: int, second: bool, causal: bool = True, warpgroups: int = 3, dropped: int = 0
+    name: str, dim: int, kernel: Any, causal: bool = True, warpgroups: int = 3, dropped: int = 0
 ) -> dict[str, Any]:
-    types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=dim) for x in "qkvo"}
-    types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32", "scale_log2": "fp32"}
-    flags = {"CAUSAL": causal, "RAGGED": causal, "SECOND": second, "WARPGROUPS": warpgroups, "STAGES": STAGES[dim]}
-    flags["DROPPED"] = dropped
+    plain = kernel is plain_kernel
+    names = ["q", "k", *(["shifted"] if plain else []), "v", "o"]
+    pad = pad_dim(dim)
+    types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=pad) for x in names}
+    types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32"}
+    types["scale_log2"] = "fp32"
+    flags = {"CAUSAL": causal, "RAGGED": causal, "STAGES": STAGES[pad], "DROPPED": dropped, "DIM": dim}
     return {
         "name": f"hopper_d{dim}_{name}",
-        "kernel": attention_kernel,
+        "kernel": kernel,
         "signature": types,
-        "constexprs": flags,
+        "constexprs": flags | ({"WARPGROUPS": warpgroups} if plain else {}),
         "options": {"num_warps": 4},
         "architectures": [90],
     }
 
 
+def _centre(dim: int) -> dict[str, Any]:
+    types = {"p_k": "*fp16", "p_shifted": "*fp16", "p_anchors": "*fp16", "p_norms": "*fp32", "p_marked": "*i32"}
+    return {
+        "name": f"hopper_d{dim}_centre",
+        "kernel": centre_kernel,
+        "signature": types,
+        "constexprs": {"D": dim, "D_PAD": pad_dim(dim), "BLOCK": TILE.value // pad_dim(dim)},
+        "options": {"num_warps": CENTRE_WARPS},
+        "architectures": [90],
+    }
+
+
 NVIDIA_CASES = [
-    *(_case("first", dim, False) for dim in (64, 128)),
-    *(_case("second", dim, True) for dim in (64, 128)),
-    *(_case("full", dim, False, causal=False) for dim in (64, 128)),
-    _case("full_pair", 128, False, causal=False, warpgroups=2),
-    _case("second_full", 64, True, causal=False),
-    *(_case("first_unbiased", dim, False, dropped=13) for dim in (64, 128)),
-    *(_case("full_bf16", dim, False, causal=False, dropped=16) for dim in (64, 128)),
-    _case("full_pair_unbiased", 128, False, causal=False, warpgroups=2, dropped=13),
-    *(_case("second_unbiased", dim, True, dropped=dropped) for dim, dropped in ((64, 16), (128, 13))),
+    *(_centre(dim) for dim in (40, 64, 72, 80, 128)),
+    *(_case("plain", dim, plain_kernel) for dim in (64, 128)),
+    *(_case("exact", dim, exact_kernel) for dim in (64, 128)),
+    *(_case("plain_full", dim, plain_kernel, causal=False) for dim in (64, 128)),
+    _case("plain_full_pair", 128, plain_kernel, causal=False, warpgroups=2),
+    _case("exact_full", 64, exact_kernel, causal=False),
+    *(_case("plain_unbiased", dim, plain_kernel, dropped=13) for dim in (64, 128)),
+    *(_case("plain_full_bf16", dim, plain_kernel, causal=False, dropped=16) for dim in (64, 128)),
+    _case("plain_full_pair_unbiased", 128, plain_kernel, causal=False, warpgroups=2, dropped=13),
+    *(_case("exact_unbiased", dim, exact_kernel, dropped=dropped) for dim, dropped in ((64, 16), (128, 13))),
+    *(_case("plain_unbiased", dim, plain_kernel, dropped=13) for dim in (40, 80)),
+    *(_case("exact", dim, exact_kernel) for dim in (40, 72, 80)),
 ]

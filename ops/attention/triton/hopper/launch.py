@@ -8,30 +8,36 @@ maps twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
 from pasa.ops.attention.triton.anchor_launch import anchor_warps
-from pasa.ops.attention.triton.hopper.kernel import attention_kernel
+from pasa.ops.attention.triton.c_launcher import Ready, fill_map, map_kinds
+from pasa.ops.attention.triton.hopper.centre_kernel import TILE as CENTRE_TILE
+from pasa.ops.attention.triton.hopper.centre_kernel import centre_kernel
+from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
+from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall, output_dtype
-from pasa.ops.attention.triton.launcher import Ready
+from pasa.ops.attention.triton.launcher import ready_for
 from pasa.ops.attention.triton.tile_math import SLICE
-from pasa.ops.attention.triton.tiles import processors
+from pasa.ops.attention.triton.tiles import pad_dim, processors
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
-BOXES = (QUERY_BOX, KEY_BOX, KEY_BOX, QUERY_BOX)  # of Q, K, V and O
-SECOND_WARPGROUPS = 3
-STAGES = {64: 3, 128: 2}  # copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
+CENTRE_WARPS = 2
+STAGES = {
+    64: 3,
+    128: 2,
+}  # by padded head dimension: copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB L2 cache of an H100 or H200
 LOG2E = 1.4426950408889634
 # Time of a tile of two warpgroups, relative to a tile of three. At 0.667, time per row would be
@@ -43,11 +49,11 @@ MAPS = 64  # the most sets of addresses cached for one geometry
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Attend without a dense mask on sm_90, with FP32 softmax; D is 64 or 128.
+    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 40 to 128.
 
-    Three launches: norms and anchors of the keys, plain attention with FP32 softmax, and an exact
-    pass over the tiles that the plain pass gave up, with anchors subtracted where needed. Rows that
-    are not contiguous and aligned to 16 bytes are copied.
+    Four launches: the first subtracts from the keys what those of a head share, then comes plain
+    attention with FP32 softmax. The last two, anchors of key blocks and an exact pass over marked tiles, return
+    at once where no tile was marked. Rows that are not contiguous and aligned to 16 bytes are copied.
 
     Returns
     -------
@@ -65,102 +71,135 @@ def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
 
 
 class Plan:
-    """Hold the three launches for tensors of one geometry."""
+    """Hold the four launches for tensors of one geometry."""
 
     def __init__(self, q_shape: torch.Size, k_shape: torch.Size, strides: list[list[int]], is_causal: bool,
                  dropped: int, device: torch.device) -> None:  # fmt: skip
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
-        self.device, self.shapes, self.lse_shape = device, (q_shape, k_shape, k_shape, q_shape), (batch, heads, rows)
-        self.dtype = output_dtype(dropped)
-        self.strides = [*strides, [heads * rows * dim, rows * dim, dim, 1]]
-        group, blocks = heads // heads_kv, -(-keys // KEY_BOX)
-        section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * group)
-        ragged = is_causal or keys % KEY_BOX != 0
-        self.passes = []
-        for second in (False, True):
-            consumers = SECOND_WARPGROUPS if second else warpgroups(batch * heads, rows, dim, is_causal, device)
-            tiles = -(-rows // (QUERY_BOX * consumers))
-            work = tiles * batch * heads
-            programs = min(work, processors(device)) if second else work
-            sizes = (heads, group, batch * heads, section, rows, keys, tiles, work)
-            self.passes.append((programs, sizes, (is_causal, ragged, second, consumers, STAGES[dim], dropped)))
-        # K and V for anchor_kernel, whose norms, mark and anchors share one buffer
-        self.blocks = batch * heads_kv * blocks
-        self.anchor_offset = -(-(4 * self.blocks + 4) // 16) * 16
-        self.anchor_sizes = (
+        pad = pad_dim(dim)
+        pairs, blocks, part = batch * heads_kv, -(-keys // KEY_BOX), CENTRE_TILE.value // pad
+        parts, ragged = -(-keys // part), is_causal or keys % KEY_BOX != 0
+        section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * (heads // heads_kv))
+        self.device, self.lse_shape, self.dtype = device, (batch, heads, rows), output_dtype(dropped)
+        self.shapes = {"q": q_shape, "k": k_shape, "shifted": k_shape, "v": k_shape, "o": q_shape}
+        dense = [[h * n * dim, n * dim, dim, 1] for h, n in ((heads_kv, keys), (heads, rows))]
+        self.strides = dict(zip("qkv", strides, strict=True)) | {"shifted": dense[0], "o": dense[1]}
+
+        def sizes(tile: int) -> tuple[int, ...]:
+            tiles = -(-rows // tile)
+            return heads, heads // heads_kv, batch * heads, section, rows, keys, tiles, tiles * batch * heads
+
+        consumers = warpgroups(batch * heads, rows, pad, is_causal, device)
+        plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * WARPGROUPS.value)
+        flags = is_causal, ragged
+        # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
+        self.centre = pairs * parts, (*strides[1][:3], heads_kv, keys, parts, dim, pad, part)
+        self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
+        self.anchor = pairs * blocks, (
             *strides[1][:3], *strides[2][:3], 0, heads_kv, keys, blocks,
-            dim, dim, SLICE, KEY_BOX, False, is_causal, False, True,
+            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True,
         )  # fmt: skip
-        self.ready: tuple[Ready, ...] = ()
+        self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)
+        # One buffer holds what the passes over the keys find.
+        held = (
+            (1, torch.int32), (2 * pairs * parts, torch.float32), (pairs * blocks, torch.float32),
+            (pairs * pad, torch.float16), (pairs * blocks * dim, torch.float16), (pairs * keys * dim, torch.float16),
+        )  # fmt: skip
+        ends = [*accumulate(-(-n * dtype.itemsize // 128) * 128 for n, dtype in held)]
+        self.held = [(start, *each) for start, each in zip([0, *ends], held, strict=False)]
+        self.bytes = ends[-1]
+        early = {"launch_pdl": True}  # a kernel may start while the last programs of the previous one run
+        self.kernels = (
+            (centre_kernel, {"num_warps": CENTRE_WARPS}),
+            (plain_kernel, {"num_warps": 4, **early}),
+            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, pad), **early}),
+            (exact_kernel, {"num_warps": 4, **early}),
+        )
+        self.launchers: tuple[Ready, ...] = ()
         self.maps: list[tuple[Any, ...]] = []
         self.filled: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
-        dim = self.shapes[0][3]
         # On the host, new_empty and empty_like take a third of the time of torch.empty with a dtype
         # and a device.
-        buffer = q.new_empty(self.anchor_offset // 2 + dim * self.blocks)
-        if not self.ready:
-            self._compile(q, k, v, buffer, scale)
-        stream = driver.active.get_current_stream(self.device.index)
-        anchor, *passes = self.ready
-        pq, pk, pv, norms = q.data_ptr(), k.data_ptr(), v.data_ptr(), buffer.data_ptr()
-        marked, anchors = norms + 4 * self.blocks, norms + self.anchor_offset
-        anchor.run((self.blocks, 1, 1), stream, pk, pv, pk, norms, norms, anchors, norms, marked, *self.anchor_sizes)
-        # from here on the device is busy, so host time is hidden
+        buffer = q.new_empty(self.bytes // 2)
         out = torch.empty_like(q, dtype=self.dtype, memory_format=torch.contiguous_format)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        common = (*self._maps_of(pq, pk, pv, out.data_ptr()), norms, anchors, marked, lse.data_ptr())
-        for ready, (programs, sizes, variant) in zip(passes, self.passes, strict=True):
-            ready.run((programs, 1, 1), stream, *common, *sizes, scale * LOG2E, *variant)
+        self.launch(q, k, v, out, lse, buffer, scale)
         return out, lse
 
-    def _maps_of(self, *pointers: int) -> tuple[Any, ...]:
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
+               scale: float) -> None:  # fmt: skip
+        """Launch everything, with memory for the results and of `bytes` bytes."""
+        if not self.launchers:
+            self._prepare(q, k, v, out, lse, buffer, scale)
+        start, pk, pv = buffer.data_ptr(), k.data_ptr(), v.data_ptr()
+        parts = [start + offset for offset, *_ in self.held]
+        maps = self._filled_maps(q.data_ptr(), pk, parts[-1], pv, out.data_ptr())
+        calls = self._calls(pk, pv, lse.data_ptr(), parts, maps, scale)
+        stream = driver.active.get_current_stream(self.device.index)
+        for launcher, (programs, arguments) in zip(self.launchers, calls, strict=True):
+            launcher.run((programs, 1, 1), stream, *arguments)
+
+    def _calls(self, k: Any, v: Any, lse: Any, parts: Sequence[Any], maps: Sequence[tuple[Any, ...]],
+               scale: float) -> tuple[tuple[int, tuple[Any, ...]], ...]:  # fmt: skip
+        """Return programs and arguments of each launch; tensors may be addresses, and tensor maps spelled out."""
+        marked, longest, norms, shared, anchors, shifted = parts
+        q_map, k_map, shifted_map, v_map, o_map = maps
+        (centre, centre_sizes), (anchor, anchor_sizes) = self.centre, self.anchor
+        (plain, plain_sizes, flags), (exact, exact_sizes, exact_flags) = self.plain, self.exact
+        all_maps, exact_maps = (*q_map, *k_map, *shifted_map, *v_map, *o_map), (*q_map, *k_map, *v_map, *o_map)
+        c = scale * LOG2E
+        return (
+            (centre, (k, shifted, shared, longest, marked, *centre_sizes)),
+            (plain, (*all_maps, longest, shared, marked, lse, *plain_sizes, c, *flags)),
+            (anchor, (k, v, k, norms, norms, anchors, norms, marked, *anchor_sizes)),
+            (exact, (*exact_maps, norms, anchors, marked, lse, *exact_sizes, c, *exact_flags)),
+        )
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the parts of the buffer."""
+        raw = buffer.view(torch.uint8)
+        return [raw[at : at + n * dtype.itemsize].view(dtype) for at, n, dtype in self.held]
+
+    def _descriptors(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        """Return tensor maps of q, k, K', v and the output, as Triton takes them."""
+        pad = pad_dim(self.shapes["q"][3])  # TMA fills what is beyond the head dimension with zeros
+        boxes = {name: [1, 1, QUERY_BOX if name in "qo" else KEY_BOX, pad] for name in self.shapes}
+        return [
+            (TensorDescriptor(x, list(shape), self.strides[name], boxes[name], SWIZZLE),)
+            for (name, shape), x in zip(self.shapes.items(), tensors, strict=True)
+        ]
+
+    def _filled_maps(self, *pointers: int) -> tuple[tuple[Any, ...], ...]:
         """Return tensor maps with their sizes and strides, cached because the allocator tends to reuse memory."""
         filled = self.filled.get(pointers)
         if filled is None:
             if len(self.filled) >= MAPS:
                 self.filled.clear()
-            fill = driver.active.utils.fill_tma_descriptor
-            maps = ((fill(at, *kind), *tail) for at, (kind, tail) in zip(pointers, self.maps, strict=True))
-            filled = self.filled[pointers] = tuple(chain.from_iterable(maps))
+            filled = tuple(
+                (fill_map(at, *each), *each[1], *each[2]) for at, each in zip(pointers, self.maps, strict=True)
+            )
+            self.filled[pointers] = filled
         return filled
 
-    def _compile(self, q: Tensor, k: Tensor, v: Tensor, buffer: Tensor, scale: float) -> None:
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
+                 scale: float) -> None:  # fmt: skip
         """Compile what is not yet compiled for tensors like these, without launching anything."""
-        dim = q.shape[3]
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        norms, anchors = buffer[: 2 * self.blocks].view(torch.float32), buffer[self.anchor_offset // 2 :]
-        marked = buffer[2 * self.blocks :][:2].view(torch.int32)
-        anchor = anchor_kernel.warmup(
-            k, v, k, norms, norms, anchors, norms, marked, *self.anchor_sizes,
-            num_warps=anchor_warps(KEY_BOX, dim), grid=(self.blocks,),
-        )  # fmt: skip
-        kernels = [anchor]
-        for programs, sizes, variant in self.passes:
-            key = (self.device, dim, variant)
-            if key not in _kernels:
-                maps = [
-                    TensorDescriptor(x, list(shape), stride, [1, 1, box, dim], SWIZZLE)
-                    for x, shape, stride, box in zip((q, k, v, q), self.shapes, self.strides, BOXES, strict=True)
-                ]
-                _kernels[key] = attention_kernel.warmup(
-                    *maps, norms, anchors, marked, lse, *sizes, scale * LOG2E, *variant,
-                    num_warps=4, launch_pdl=True, grid=(programs,),
-                )  # fmt: skip
-            kernels.append(_kernels[key])
-        maps = []
-        for meta, shape, stride in zip(kernels[1].metadata.tensordesc_meta, self.shapes, self.strides, strict=True):
-            element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-            kind = (meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape), stride, 0)
-            maps.append((kind, (*shape, *stride)))
-        # set `ready` last, because other threads test it
-        self.maps, self.ready = maps, tuple(Ready.of(kernel, spelled_out=True) for kernel in kernels)
-
-
-_kernels: dict[tuple[Any, ...], Any] = {}  # compiled variants by device, head dimension and compile-time arguments
+        parts = self._views(buffer)
+        calls = self._calls(k, v, lse, parts, self._descriptors(q, k, parts[-1], v, out), scale)
+        launchers = tuple(
+            ready_for(kernel, arguments, options)
+            for (kernel, options), (_, arguments) in zip(self.kernels, calls, strict=True)
+        )
+        kinds = map_kinds(launchers[1].kernel)
+        self.maps = [
+            (kind, list(shape), self.strides[name])
+            for kind, (name, shape) in zip(kinds, self.shapes.items(), strict=True)
+        ]
+        self.launchers = launchers  # last, because other threads test it
 
 
 @lru_cache(maxsize=PLANS)
@@ -184,12 +223,12 @@ def plan_for(
 
 
 @cache
-def warpgroups(heads: int, rows: int, dim: int, is_causal: bool, device: torch.device) -> int:
+def warpgroups(heads: int, rows: int, pad: int, is_causal: bool, device: torch.device) -> int:
     """Return three consumer warpgroups or two, whichever needs less time for all waves of tiles.
 
     Two are considered only for calls where they were measured to be faster.
     """
-    if dim != 128 or is_causal:
+    if pad != 128 or is_causal:
         return 3
     waves = {n: -(-heads * -(-rows // (QUERY_BOX * n)) // processors(device)) for n in (2, 3)}
     return 2 if waves[2] * PAIR_TIME < waves[3] else 3

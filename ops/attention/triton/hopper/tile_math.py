@@ -1,8 +1,7 @@
-"""Device functions of the Hopper kernel for one tile: bound of its scores, treatment of K and V, and the softmax.
+"""Device functions of the Hopper kernels for one tile: its place, its scores, treatment of K and V, and the softmax.
 
-FIXED    FP32 softmax against a reference from an earlier tile: one FMA per exponent, no maximum.
-RUNNING  FP32 softmax with running maxima, one FMA per exponent.
-EXACT    FP32 softmax whose exponents are (s - r) * c <= 0 for any finite inputs, over shifted and cleaned tiles.
+`running_softmax` takes one FMA for each exponent. The exponents of `exact_softmax` are (s - r) * c <= 0 for any finite
+inputs, over shifted and cleaned tiles.
 
 The order of their statements matters. The longest chain of instructions between two exponentials decides the speed, and
 ptxas follows the source. Values needed only behind the loops (`limit`, `pre_pass`) are computed where they are used.
@@ -10,21 +9,29 @@ ptxas follows the source. Values needed only behind the loops (`limit`, `pre_pas
 
 import triton.experimental.gluon as gluon
 import triton.experimental.gluon.language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 KEYS = gl.constexpr(128)  # keys of a block
-FIXED, RUNNING, EXACT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 INF = gl.constexpr(float("inf"))
-NAN = gl.constexpr(float("nan"))
 FP16_MAX = gl.constexpr(65504.0)
 LN2 = gl.constexpr(0.6931471805599453)
 UNSEEN = gl.constexpr(2**30)  # above any key's index
 # A kernel that is launched early must execute this before it reads results of the previous kernel.
 WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+LAUNCH_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+CLAMP_F16X2 = gl.constexpr(  # to +-65504; NaN stays
+    "{ .reg .b32 a, b; mov.b32 a, 0x7bff7bff; mov.b32 b, 0xfbfffbff; min.NaN.f16x2 a, $1, a; max.NaN.f16x2 $0, a, b; }"
+)
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # layout of a number that a partition of four warps shares
+LANE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # and of 128 numbers
+# Triton 3.8 gave the copies by TMA these names; 3.9 has no others.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 @aggregate
@@ -105,6 +112,51 @@ def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return tile number `work`. Heads come in sections whose K and V fit in L2; causal: tiles with most keys first."""
+    first = work // (job.section * job.tiles) * job.section
+    size = gl.minimum(job.section, job.batch_heads - first)
+    local = work - first * job.tiles
+    if CAUSAL:
+        row = (job.tiles - 1 - local // size) * (WARPGROUPS * ROWS)
+        index = first + local % size
+    else:
+        row = local % job.tiles * (WARPGROUPS * ROWS)
+        index = first + local // job.tiles
+    blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, CAUSAL)
+    head = index % job.heads
+    return QueryTile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """Return the next stage of the ring of K and V, and the phase of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def scores(sm, q_s, stage):
+    """Start S (64, 128) = Q K^T, without waiting for it."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    b_s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
+    k_s = sm.k.index(stage).reshape([KEYS, sm.k.shape[4]]).permute([1, 0])
+    return warpgroup_mma(q_s, k_s, b_s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def clamped(b_o, DROPPED: gl.constexpr):
+    """Return an output for an FP16 descriptor.
+
+    Weights are rounded after they are summed, so a mean may leave the range of its values by 2^-11: clamp. BF16 has a
+    wider range.
+    """
+    if DROPPED == 16:
+        return b_o.to(gl.bfloat16).to(gl.float16, bitcast=True)
+    return gl.inline_asm_elementwise(CLAMP_F16X2, "=r,r", [b_o.to(gl.float16)], gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
 def limit(job, row, CAUSAL: gl.constexpr):
     """Return the first key that each row does not see, (64,)."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
@@ -138,23 +190,30 @@ def pre_pass(job, tile, p, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
-    """Test if FP32 sums of the tile's scores are accurate enough without a shift.
-
-    By Cauchy and Schwarz, no score exceeds the product of the largest norms. A NaN in a query reaches only its own row,
-    whatever the result of this test.
-    """
-    D: gl.constexpr = sm.q.shape[4]
-    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
+def longest_of_each(p_norm, p_other, blocks):
+    """Return the largest of a head's norms, and of its other norms, for a partition of four warps."""
     b_lane = gl.arange(0, 128, layout=LANE)
     b_norm = gl.zeros([128], gl.float32, LANE)
-    blocks = (job.keys + KEYS - 1) // KEYS
+    b_other = b_norm
     for i in range(0, blocks, 128):
-        p_block = pre_pass(job, tile, job.p_norms, 1) + i + b_lane
-        b_norm = gl.maximum(b_norm, gl.load(p_block, mask=i + b_lane < blocks, other=0.0))
-    nats = gl.max(b_norm, axis=0) * (job.c * LN2)
+        m_lane = i + b_lane < blocks
+        b_new = gl.load(p_norm + i + b_lane, mask=m_lane, other=0.0)
+        b_new_other = gl.load(p_other + i + b_lane, mask=m_lane, other=0.0)
+        b_norm = gl.maximum(b_norm, b_new)
+        b_other = gl.maximum(b_other, b_new_other)
+    return gl.max(b_norm, axis=0), gl.max(b_other, axis=0)
+
+
+@gluon.jit
+def is_bounded(sm, job, longest, turn, WARPGROUPS: gl.constexpr):
+    """Test if FP32 sums of the tile's scores are accurate enough, by the producer's partition.
+
+    By Cauchy and Schwarz, no score exceeds the product of the largest norms. A NaN in a query reaches only its own row,
+    whatever the result of this test. longest: the longest key. turn: number of earlier tiles.
+    """
+    D: gl.constexpr = sm.q.shape[4]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    nats = longest * (job.c * LN2)
     b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(sm.q_full.index(w), turn & 1)
@@ -166,11 +225,12 @@ def is_bounded(sm, job, tile, turn, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def anchor(job, tile, j, treated, D: gl.constexpr):
-    """Load a_j (D,) in the layout of `treat_keys`; 0 unless the tile is treated."""
+def anchor(job, tile, j, treated, D: gl.constexpr, DIM: gl.constexpr):
+    """Load a_j (D,), of which DIM columns are stored, in the layout of `treat_keys`; 0 unless the tile is treated."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    b_a = gl.load(pre_pass(job, tile, job.p_anchors, D) + j * D + b_col)
+    p_a = pre_pass(job, tile, job.p_anchors, DIM) + j * DIM + b_col
+    b_a = gl.load(p_a) if DIM == D else gl.load(p_a, mask=b_col < DIM, other=0.0)
     return gl.where(treated, b_a, gl.zeros_like(b_a))
 
 
@@ -222,14 +282,6 @@ def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
         sm.first_bad.store(b_bad)
     fence_async_shared()
     mbarrier.arrive(sm.full.index(4 * stage + 3), count=1)
-
-
-@gluon.jit
-def fixed_softmax(b_s, b_ref, c):
-    """Return P (64, 128) in FP16, infinite beyond 65504, and its sums (64,)."""
-    b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))
-    b_half = b_p.to(gl.float16)
-    return b_half, gl.sum(b_p, axis=1)
 
 
 @gluon.jit

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.triton.kernel_call import check_spans, on_device
+from pasa.ops.attention.triton.kernel_call import check_spans
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.paged.kernel import page_anchors_kernel, write_pages_kernel
 from pasa.ops.attention.triton.tiles import pad_dim
+from pasa.ops.devices import on_device
 
 TILE = 8192  # elements of a page that 4 warps hold
 

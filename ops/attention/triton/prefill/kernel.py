@@ -31,18 +31,6 @@ from pasa.ops.attention.triton.tile_math import (
 
 
 @triton.jit
-def optimistic_step(b_s, factor, b_reference, b_sum):
-    """Return weights P of a tile against a reference (M,) from the first tile, and the sum of every row.
-
-    The reference is the first tile's row maximum. No running maximum is below it, so FP16 holds small weights at least
-    as finely as with one. A later score may be 16 bits, 11 nats, above it. A higher score makes its weight infinite,
-    and then the output, which `all_finite` detects.
-    """
-    b_p = tl.exp2(b_s * factor - (b_reference * factor)[:, None])
-    return b_p.to(tl.float16), b_sum + tl.sum(b_p, 1)
-
-
-@triton.jit
 def all_finite(b_x):
     """Test if all elements (M, N) are finite."""
     return tl.min(tl.min(tl.where(tl.abs(b_x) < INF, 1, 0), 1), 0) == 1
@@ -186,7 +174,6 @@ def attend_whole(
     BLOCK_N: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     OVERLAP: tl.constexpr,  # P V of a block runs on the matrix unit under the softmax of the next
-    OPTIMISTIC: tl.constexpr,  # weights refer to the first block's maxima: nothing is rescaled, and O may overflow
     CAP: tl.constexpr,
 ):
     """Attend to the key blocks from key `begin` to key `end`, which every row sees; FAST, no shift, no mask."""
@@ -208,12 +195,7 @@ def attend_whole(
             at = tl.maximum(at - BLOCK_N, begin)
             b_v = load_rows(p_v, at, stride_vn, o_batch, o_kv_head, begin_k, end, True, DESCRIPTORS, D, D_PAD, BLOCK_N)
             b_acc = tl.dot(b_bits.to(tl.float16, bitcast=True), b_v, b_acc * alpha[:, None])
-        if OPTIMISTIC:
-            if start == begin:
-                b_max = tl.max(b_s, 1)
-            b_p, b_sum = optimistic_step(b_s, factor, b_max, b_sum)
-        else:
-            b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, CAP == "none")
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, b_nan, factor, b_max, b_sum, False, CAP == "none")
         if OVERLAP:
             b_bits = b_p.to(tl.int16, bitcast=True)
         else:
@@ -403,7 +385,7 @@ def attention_kernel(
         elif FAST and MASK == "none":
             b_max, b_sum, b_acc = attend_whole(
                 b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
-                o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, GUARDED and not MAXIMA, CAP,
+                o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, CAP,
             )  # fmt: skip
         elif MASK == "none":
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
@@ -414,12 +396,6 @@ def attention_kernel(
             )  # fmt: skip
         if (GUARDED and FAST) and not LISTED:  # after the loop, which would otherwise wait for the norms
             bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-            if MASK == "none" and not MAXIMA:
-                if bounded & (all_finite(b_acc) == 0):  # a score far above the first block's: redo with running maxima
-                    b_max, b_sum, b_acc = attend_whole(
-                        b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
-                        o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, False, CAP,
-                    )  # fmt: skip
         rest = whole
         if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees
             rest = begin

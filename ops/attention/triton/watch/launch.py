@@ -7,10 +7,11 @@ from torch import Tensor
 
 from pasa.ops.attention.spec.repeated_maxima import EPSILON
 from pasa.ops.attention.spec.watch import FIRST_BLOCK, RUNAWAY
-from pasa.ops.attention.triton.kernel_call import KernelCall, on_device, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
 from pasa.ops.attention.triton.launcher import launch, workspace
 from pasa.ops.attention.triton.tiles import pad_dim, processors
 from pasa.ops.attention.triton.watch.kernel import FIELDS, watch_kernel, watch_totals_kernel
+from pasa.ops.devices import on_device
 
 ROW_LIMIT = 64  # the most rows of a tile: what four warps give to Hopper's matrix unit at once
 BLOCK_N = 64  # keys of a tile

@@ -151,8 +151,8 @@ def test_bad_numbers_among_short_keys(lengths, tensor, causal):
 def test_first_block_unlike_the_rest(name, dim, causal, keys):
     """A first block unlike the rest does not change the accuracy.
 
-    Weights of the fast pass refer to the first block's maxima. Here later scores are 45 nats higher, along the
-    keys or at once, or lower; or all are so far from 0 that the pass gives up.
+    Later scores are 45 nats higher, along the keys or at once, or lower; or all are so far from 0 that the fast
+    pass gives up.
     """
     q, k, v = normal_qkv((2, 1), (150, 330), dim)
     nats = {"grow": torch.linspace(0, 45, 330), "jump": 45.0 * (torch.arange(330) >= 64)}

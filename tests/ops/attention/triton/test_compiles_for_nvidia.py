@@ -13,6 +13,11 @@ compiled here, the case, and the code that the kernel reaches. A case is compile
 stays in pytest's cache, and this writes it into the record:
 
     python tests/ops/attention/triton/test_compiles_for_nvidia.py --record
+
+With another Triton in front of the environment's (scripts/test_triton.sh), this compiles the I-th of N parts of all
+cases, also for the newer GPUs that get the tiles of an older one, and fails if one does not compile or does not fit:
+
+    python tests/ops/attention/triton/test_compiles_for_nvidia.py --part I/N
 """
 
 import ast
@@ -39,7 +44,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[4]
 RECORD = Path(__file__).with_name("nvidia_compiled.json")
 # What a thread block may take (CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability").
-SHARED_KIB = {70: 96, 75: 64, 80: 163, 89: 99, 90: 227}
+SHARED_KIB = {70: 96, 75: 64, 80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+UNUSED = {"3.7": ("decode_anchored_paged_kernel",)}  # kernels by versions that do not compile them: devices.py
+NOT_FOR_SM_100 = ("3.6", "3.7")  # devices.SM_100_SINCE
+NEWER = {90: 100, 89: 120}  # by the architecture whose tiles they get (tiles.architecture_of)
 ARCHITECTURES = (80, 89, 90)  # for sm_75 Triton 3.6 makes dots of scalar FMAs: a case must ask for that by name
 CRASH = "crash"  # a case that ends its process
 SECONDS = 300  # for one case
@@ -163,7 +171,7 @@ def list_cases():
         if re.search(r"^NVIDIA_CASES\b", path.read_text(encoding="utf-8"), re.MULTILINE):
             module = ".".join(["pasa", *path.relative_to(ROOT).with_suffix("").parts])
             for case in load(module):
-                defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES}
+                defaults = {"architectures": ARCHITECTURES, "stack": STACK_BYTES, "options": {}}
                 kernel = case["kernel"]
                 key = key_of(case, importlib.metadata.version("triton"))
                 names = {
@@ -210,6 +218,40 @@ def record():
     lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in sorted(result.items()) if name not in failed]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return len(failed)
+
+
+def compile_part(part):
+    """Compile a part of the cases with the installed Triton; print what is wrong, and return how many cases are.
+
+    The limits of local memory hold for one version of the compiler. Where another one spills more, that is printed.
+    """
+    number, parts = map(int, part.split("/"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where a kernel does not compile, Triton prints all of its code
+    version = ".".join(importlib.metadata.version("triton").split(".")[:2])
+    unused = UNUSED.get(version, ())
+    newer = {each: NEWER[each] for each in NEWER if NEWER[each] != 100 or version not in NOT_FOR_SM_100}
+    runs = [(case, each) for case in list_cases() for each in case["architectures"]]
+    runs += [(case, newer[each]) for case, each in runs if each in newer and ".hopper." not in case["module"]]
+    runs = [(case, each) for case, each in runs if case["kernel"] not in unused]
+    wrong = 0
+    for case, architecture in runs[number - 1 :: parts]:
+        task, said = {"module": case["module"], "name": case["name"], "architecture": architecture}, []
+        result = answer(task)
+        stages = case["options"].get("num_stages", 1)
+        while result.get("shared", 0) > SHARED_KIB[architecture] * 1024 and stages > 1:  # as launcher.py does
+            stages -= 1
+            said = [f"has {stages} stages, more do not fit"]
+            result = answer(task | {"num_stages": stages})
+        fits = "error" not in result and result["shared"] <= SHARED_KIB[architecture] * 1024 and not result["rowless"]
+        wrong += not fits
+        if not fits:
+            said = [f"FAILED: {result}"]
+        elif result["stack"] > case["stack"]:
+            said.append(f"spills {result['stack']} bytes, limit {case['stack']}")
+        if said:
+            print(f"{case['name']}-sm_{architecture}: {'; '.join(said)}", flush=True)
+    print(f"part {part}: {len(runs[number - 1 :: parts]) - wrong} compiled, {wrong} failed", flush=True)
+    return wrong
 
 
 def compile_case(case, architecture):
@@ -270,6 +312,8 @@ def answer(task):
                 signal.raise_signal(signal.SIGSEGV)
             case = next((each for each in load(task["module"]) if each["name"] == task["name"]), None)
             assert case, f"no case {task['name']!r}"
+            if "num_stages" in task:
+                case = case | {"options": case["options"] | {"num_stages": task["num_stages"]}}
             result = compile_case(case, task["architecture"])
         except BaseException:
             result = {"error": traceback.format_exc()[-3000:]}
@@ -290,6 +334,9 @@ def main():
     if "--record" in sys.argv:
         os.environ.update(SETTINGS)
         sys.exit(record())
+    if "--part" in sys.argv:
+        os.environ.update(SETTINGS)
+        sys.exit(compile_part(sys.argv[-1]) > 0)
     from triton.runtime.cache import triton_key
 
     print(json.dumps(list_cases()), flush=True)

@@ -1,6 +1,7 @@
 """The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from triton.backends.compiler import BaseBackend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import native_specialize_impl
 
+from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton import launcher as triton_launch
 
 NUMBERS = st.one_of(
@@ -80,9 +82,59 @@ def test_a_kernel_that_once_did_not_fit_says_so_again():
     The second try used to end in an AttributeError.
     """
     with pytest.raises(OutOfResources):
-        triton_launch.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
+        c_launcher.Ready.of(Refused(OutOfResources(300, 227, "shared memory")))
+
+
+class Staged:
+    """Mimic a kernel whose stages take 50 KiB each on a device with 99, and how Triton stores that they do not fit."""
+
+    def __init__(self):
+        self.tried = []
+
+    def warmup(self, *arguments, num_stages, **options):
+        self.tried.append(num_stages)
+        return Compiled(OutOfResources(50 * num_stages, 99, "shared memory") if num_stages > 1 else None)
+
+
+class StagedLaunch(Staged):
+    def __getitem__(self, grid):
+        return lambda **options: self.warmup(**options).run()
+
+
+class Compiled(Refused):
+    name, function, packed_metadata = "staged_kernel", 16, (4, 1, 0)
+
+    def __init__(self, error):
+        super().__init__(error)
+        if error is None:
+            sizes = {"global_scratch_size": 0, "profile_scratch_size": 0, "launch_pdl": False}
+            self.run = Launcher(launch=print, arg_annotations=(), kernel_signature=b"", **sizes)
+
+
+class Launcher(SimpleNamespace):
+    def __call__(self):
+        """Launch nothing."""
+
+
+def test_stages_that_do_not_fit_are_left_out(monkeypatch):
+    """A pipeline that is too deep for the shared memory of a device gets fewer stages, instead of failing the call.
+
+    Story: Triton 3.8 takes more for the stages of decoding than an L40S has, and 3.6 and 3.9 do not.
+    """
+    monkeypatch.setattr(triton_launch, "CompiledKernel", Compiled)
+    kernel = Staged()
+    ready = triton_launch._prepare(kernel, (), {}, {"num_stages": 3, "num_warps": 4}, (1, 1, 1))
+    assert kernel.tried == [3, 2, 1]
+    assert ready.function == 16
+    by_triton = StagedLaunch()
+    triton_launch._launch_by_triton(by_triton, (1, 1, 1), (), {}, {"num_stages": 3})(())
+    assert by_triton.tried == [3, 2, 1]
+    too_big = SimpleNamespace(warmup=lambda **options: Compiled(OutOfResources(120, 99, "shared memory")))
+    with pytest.raises(OutOfResources):
+        triton_launch._prepare(too_big, (), {}, {"num_stages": 2}, (1, 1, 1))
 
 
 def test_what_is_not_compiled_is_left_to_triton():
     """A kernel that is not compiled is left to Triton, for instance one that still compiles in the background."""
-    assert triton_launch._prepare(None) is None
+    kernel = SimpleNamespace(warmup=lambda **options: None)
+    assert triton_launch._prepare(kernel, (), {}, {}, (1, 1, 1)) is None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention.triton import c_launcher
 from tests.inputs import DEVICE
 from tests.pages import make_pages, worst
 
@@ -44,6 +45,16 @@ def test_page_sizes(slots, bias):
     All scores share 720,000.
     """
     check(make_pages([150, 7, 129], (2, 1), 64, slots, bias=bias), 1e-3 + 2.0**-23 * 8 * bias**2)
+
+
+@pytest.mark.parametrize("bias", [0, 300])
+def test_pages_with_anchors_can_be_read_without(monkeypatch, bias):
+    """Where the kernel that reads anchors of pages does not compile, calls that have some give the same results."""
+    pages = make_pages([150, 7, 129], (2, 1), 64, bias=bias).anchored()
+    without = pages._replace(anchors=None).attend(DEVICE, backend="triton")
+    monkeypatch.setattr(c_launcher, "PAGE_ANCHORS", False)
+    assert all(map(torch.equal, pages.attend(DEVICE, backend="triton"), without))
+    check(pages, 1e-3 + 2.0**-23 * 8 * bias**2)
 
 
 @pytest.mark.parametrize("heads", [(7, 1), (20, 1)], ids=str)

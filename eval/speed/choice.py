@@ -1,0 +1,103 @@
+"""Find out from runs of the benchmark which of our backends serves a shape faster, and check what is chosen.
+
+`pasa/ops/measured.py` reads the table that `measurements` makes. Data are N(0, 1): the choice may not depend on data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pasa.eval.speed.implementations import GUARDED
+from pasa.ops import measured
+from pasa.ops.measured import Measurement, Shape
+
+Record = Mapping[str, Any]
+BACKENDS = {"pasa": "triton", GUARDED: "sdpa"}
+"""Implementations of the benchmark, and the backends that they measure."""
+PREFERRED, OTHER = BACKENDS.values()
+MARGIN = 1.05  # readings of one kernel differ by up to 5 % between runs
+WAYS = ("eager", "graph")
+FORM = re.compile(r"\((\d+), (\d+)(?:/(\d+))?, (?:(\d+) x )?(\d+), (\d+)\) (causal|full)")
+
+
+def shape_of(case: Record) -> Shape:
+    """Return the shape of a case of a run, such as ``(1, 28/4, 1 x 8192, 128) full``."""
+    form = FORM.fullmatch(case["shape"])
+    if form is None:
+        raise ValueError(f"{case['shape']!r} is no shape of a case, such as '(1, 28/4, 1 x 8192, 128) full'")
+    batch, heads, kv_heads, rows, keys, dim = (int(each) if each else 0 for each in form.groups()[:-1])
+    padded = bool(case.get("padded"))
+    return Shape(
+        dim=dim,
+        causal=form[7] == "causal" and not padded,
+        mask="bool" if padded else "none",
+        heads=batch * heads,
+        kv_heads=batch * (kv_heads or heads),
+        rows=rows or keys,
+        keys=keys,
+    )
+
+
+def verdict(ratios: Mapping[str, float]) -> str:
+    """Return the backend that is faster one way, and not slower in another, by more than the margin; else empty.
+
+    `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured.
+    """
+    if not ratios:
+        return ""
+    least, most = min(ratios.values()), max(ratios.values())
+    if most > MARGIN and least >= 1 / MARGIN:
+        return OTHER
+    return PREFERRED if least < 1 / MARGIN and most <= MARGIN else ""
+
+
+def measurements(runs: Sequence[Record]) -> list[Measurement]:
+    """Return what runs of the benchmark show, one measurement for each shape that both backends were measured on.
+
+    Of several runs of one implementation the last counts. Two runs are compared by their times relative to cuDNN's.
+    """
+    found: dict[tuple[str, Shape], dict[tuple[str, str], tuple[Record, Record]]] = defaultdict(dict)
+    names: dict[Shape, str] = {}
+    for run in runs:
+        cases = {each["name"]: each for each in run["cases"] if each["data"] == "randn"}
+        for record in run["records"]:
+            if record["case"] in cases and record["implementation"] in BACKENDS and record["status"] == "ok":
+                shape = shape_of(cases[record["case"]])
+                names[shape] = record["case"]
+                key = record["how"], BACKENDS[record["implementation"]]
+                found[run["environment"].get("capability", ""), shape][key] = record, run["environment"]
+    result = []
+    for (capability, shape), records in found.items():
+        ways = [how for how in WAYS if {(how, each) for each in BACKENDS.values()} <= records.keys()]
+        ratios = {how: round(_ratio(records[how, OTHER], records[how, PREFERRED]), 3) for how in ways}
+        if ratios:
+            used = [
+                environment for how in ratios for _, environment in (records[how, each] for each in BACKENDS.values())
+            ]
+            sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
+            result.append(Measurement(capability, shape, verdict(ratios), ratios, names[shape], tuple(sources)))
+    return result
+
+
+def _ratio(other: tuple[Record, Record], preferred: tuple[Record, Record]) -> float:
+    """Return the speed of a record over that of another one, from one run or relative to cuDNN's speed in each."""
+    (one, its_run), (two, its_own) = other, preferred
+    if its_run is its_own:
+        return float(two["median_ms"] / one["median_ms"])
+    return float(one["to_cudnn"] / two["to_cudnn"])
+
+
+def wrong(run: Record, table: Sequence[Measurement] | None = None) -> list[str]:
+    """Return a line for each shape of a run for which the slower backend is chosen, with the table that is in use."""
+    lines = []
+    for each in measurements([run]):
+        known = measured.nearest(each.capability, each.shape, table)
+        chosen = OTHER if known is not None and known.faster == OTHER else PREFERRED
+        if each.faster not in ("", chosen):
+            times = ", ".join(f"{ratio:.2f} {how}" for how, ratio in each.ratios.items())
+            said = f"{chosen} is chosen, although {each.faster} is faster"
+            lines.append(f"{each.case}: {said} (speed of {OTHER} over {PREFERRED}: {times})")
+    return lines

@@ -1,0 +1,115 @@
+"""The command `pasa bench choice`, which makes the table of measured choices, and the runs from which it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from pasa.eval.kit import output
+from pasa.eval.kit.experiment import Experiment
+from pasa.eval.kit.options import at_least
+from pasa.eval.kit.tables import Table
+from pasa.eval.kit.timing import CudaClock, copy_bandwidth
+from pasa.eval.speed import report as speed_report
+from pasa.eval.speed.cases import SpeedCase
+from pasa.eval.speed.choice import BACKENDS, OTHER, PREFERRED, WAYS, measurements, shape_of
+from pasa.eval.speed.implementations import CUDNN, FLASH, select_implementations
+from pasa.eval.speed.run import measure
+from pasa.ops import measured
+
+DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256)
+DECODING_DIMS = (64, 128, 256)
+# Numbers are four times apart, because a measurement counts for calls up to twice or half as large.
+HEADS, TOKENS, KEYS = (16, 64), (512, 2048, 8192), (2048, 8192, 32768)
+QUERY_HEADS, KEY_HEADS = 32, 8  # of decoding
+KINDS: dict[str, dict[str, bool]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
+MASKED_DIMS = (64, 128)
+
+
+def _prefill(name: str, heads: int, tokens: int, dim: int, **kind: Any) -> SpeedCase:
+    """Return a case with as many batch entries of 16 heads as make up `heads`."""
+    sizes = heads // 16, 16, 16, tokens, tokens, dim
+    return SpeedCase(f"{name}-{heads}x{tokens}-d{dim}", *sizes, graphed=True, **kind)
+
+
+GRID = (
+    *(
+        _prefill(name, heads, n, dim, **kind)
+        for dim in DIMS
+        for name, kind in KINDS.items()
+        if dim in MASKED_DIMS or name != "padded"
+        for heads in HEADS
+        for n in TOKENS
+    ),
+    *(
+        SpeedCase(f"decode-{batch}x{n}-d{dim}", batch, QUERY_HEADS, KEY_HEADS, 1, n, dim, decode=True, graphed=True)
+        for dim in DECODING_DIMS
+        for batch in (1, 8)
+        for n in KEYS
+    ),
+)
+
+
+def run_grid(
+    rounds: Annotated[int, "Timed turns of each implementation."] = 3, progress: output.Report = output.silent
+) -> dict[str, Any]:
+    """Time backends `triton` and `sdpa` on the shapes of `pasa bench choice`; exit 1 if a slower one is chosen."""
+    at_least(1, rounds=rounds)
+    clock = CudaClock()
+    implementations = select_implementations([CUDNN, FLASH, *BACKENDS])
+    with torch.inference_mode():
+        return measure(GRID, implementations, clock, copy_bandwidth(clock), rounds, progress)
+
+
+def run_choice(
+    run: Annotated[list[Path], typer.Option(help="JSON of a stored `pasa bench speed`, repeatable.", exists=True)],
+    write: Annotated[bool, "Write the table that `pasa.attention` reads."] = False,
+    progress: output.Report = output.silent,
+) -> dict[str, Any]:
+    """Show which backend serves which shapes faster, by stored runs; with --write, let `pasa.attention` follow it.
+
+    The result has ``measurements``, and in ``to_measure`` the cases of the grid that no run speaks for.
+    """
+    found = measurements([output.read_json(path) for path in run])
+    if write:
+        output.write_text(measured.FILE, measured.to_json(found))
+    devices = sorted({each.capability for each in found})
+    open_cases = {
+        device: [case.name for case in GRID if measured.nearest(device, shape_of(case.described), found) is None]
+        for device in devices
+    }
+    return {
+        "measurements": [{**vars(each), "shape": vars(each.shape)} for each in found],
+        "to_measure": open_cases,
+        "written": str(measured.FILE) if write else None,
+    }
+
+
+def report(result: dict[str, Any]) -> list[Table | str]:
+    """Return the table, and what is still to be measured."""
+    rows = []
+    for each in result["measurements"]:
+        shape, ratios = each["shape"], each["ratios"]
+        size = f"{shape['heads']}/{shape['kv_heads']}, {shape['rows']} x {shape['keys']}, {shape['dim']}"
+        kind = "causal" if shape["causal"] else "full" if shape["mask"] == "none" else f"{shape['mask']} mask"
+        numbers = [f"{ratios[how]:.2f}" if how in ratios else "-" for how in WAYS]
+        rows.append([each["case"], each["capability"], f"({size}) {kind}", *numbers, each["faster"] or "neither"])
+    header = ["case", "capability", "shape", *(f"{OTHER} / {PREFERRED}, {how}" for how in WAYS), "faster"]
+    texts = [
+        f"No run speaks for {len(names)} of {len(GRID)} cases of the grid on capability {device}: "
+        f"`pasa bench speed --grid` measures them. For them, {PREFERRED} is chosen."
+        for device, names in result["to_measure"].items()
+        if names
+    ]
+    if result["written"]:
+        texts.append(f"Written: {result['written']}")
+    return [Table("Measured choices", header, rows), *texts]
+
+
+GRID_EXPERIMENT = Experiment(
+    "grid", run_grid, speed_report.report, "Speed of our backends on a CUDA device", appendix=speed_report.appendix
+)
+EXPERIMENT = Experiment("choice", run_choice, report, "Backends by measurement")

@@ -1,0 +1,92 @@
+"""Device functions that choose one anchor for all keys of a head, from a sample of them.
+
+Each program of the head chooses, so no launch comes before. All choose the same anchor, because their sample is the
+same. README.md, "Decoding", says what it must fulfil.
+"""
+
+import triton
+import triton.language as tl
+
+from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
+
+SAMPLES = tl.constexpr(16)  # keys from which the anchor of a head is chosen
+UNLIKE = tl.constexpr(3)  # of them may be unlike the others
+# The largest distance of a sampled key from its anchor, relative to the anchor; other keys may lie 2.5 times as far
+# away. The largest of 16 normal numbers lies 1.8 sigma from their mean, so others may lie 4.4 sigma away or more.
+NEAR = tl.constexpr(0.2)
+
+
+@triton.jit
+def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
+    """Return the memory offsets of keys o_n.
+
+    PAGE: slots of a page, or 0 without pages, when p_table and stride_page are unused.
+    """
+    if PAGE > 0:
+        page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0)
+        offset = tl.cast(page, tl.int64) * stride_page + (o_n % PAGE) * stride_n
+    else:
+        offset = tl.cast(o_n, tl.int64) * stride_n
+    return offset
+
+
+@triton.jit
+def sampled_keys(keys):
+    """Return the numbers (SAMPLES,) of keys that are spread over a head; equal ones if there are fewer keys."""
+    return tl.arange(0, SAMPLES) * (keys // SAMPLES) + keys // (2 * SAMPLES)
+
+
+@triton.jit
+def load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
+    """Load the sampled keys (SAMPLES, D) of a head."""
+    o_n = sampled_keys(keys)
+    o_d = tl.arange(0, D_PAD)
+    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
+    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
+
+
+@triton.jit
+def seen_samples(p_mask, keys, stride_mask_n, MASK: tl.constexpr):
+    """Return which of the sampled keys a row of a mask shows."""
+    o_n = sampled_keys(keys)
+    m_seen = o_n < keys
+    if MASK != "none":
+        b_mask = tl.load(p_mask + tl.cast(o_n, tl.int64) * stride_mask_n, mask=m_seen, other=0).to(tl.float32)
+        m_seen = m_seen & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))
+    return m_seen
+
+
+@triton.jit
+def masked_mean(b_k, m_k):
+    """Return the mean (D,) of the elements of b_k (N, D) where m_k (N, D or 1) is true."""
+    return tl.sum(tl.where(m_k, b_k, 0.0), 0) / tl.maximum(tl.sum(tl.where(m_k, 1.0, 0.0), 0), 1.0)
+
+
+@triton.jit
+def mean_of_third(b_k, m_seen, third):
+    """Return the mean (D,) of every third of the samples (SAMPLES, D), from sample `third` on."""
+    return masked_mean(b_k, (m_seen & (tl.arange(0, SAMPLES) % 3 == third))[:, None])
+
+
+@triton.jit
+def choose_anchor(b_k, m_seen, longest):
+    """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
+
+    In each column it is the mean of the samples near the median of the means of three thirds, so that some unlike keys,
+    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if scores are small anyway, or
+    if few samples are seen. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys must be tested against
+    the anchor.
+    """
+    b_low = mean_of_third(b_k, m_seen, 0)
+    b_high = mean_of_third(b_k, m_seen, 1)
+    b_third = mean_of_third(b_k, m_seen, 2)
+    b_middle = tl.maximum(tl.minimum(b_low, b_high), tl.minimum(tl.maximum(b_low, b_high), b_third))
+    m_near = m_seen[:, None] & (tl.abs(b_k - b_middle[None, :]) <= 0.5 * tl.abs(b_middle)[None, :])
+    anchor = masked_mean(b_k, m_near).to(tl.float16).to(tl.float32)
+    m_near = m_seen[:, None] & (tl.abs(b_k - anchor[None, :]) <= NEAR * tl.abs(anchor)[None, :])
+    seen = tl.sum(tl.where(m_seen, 1, 0), 0)
+    steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, SAMPLES // 2)
+    square = tl.max(tl.sum(tl.where(m_seen[:, None], b_k * b_k, 0.0), 1), 0)
+    # half of an anchor must be an FP16 number, too
+    anchor = tl.where(steady & (tl.abs(anchor) >= 2.0**-10), anchor, 0.0)
+    return tl.where(tl.sqrt(square) * longest > 0.5 * ANCHOR_LIMIT, anchor, 0.0)

@@ -1,0 +1,120 @@
+"""Read which of two backends serves a shape faster: measured on a device, never searched for while a program runs.
+
+`pasa bench choice` writes measured.json from stored runs of `pasa bench speed`. The registry asks `faster`, when both
+backends can serve a call and give the same guarantee. What is measured on one kind of data counts for all data, so that
+a call's backend depends on its shape alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("measured.json")
+OCTAVE = 1.0  # a measurement counts for calls whose numbers are at most twice or half as large
+SHAPES = 4096  # the most shapes whose answer is kept
+
+
+@dataclass(frozen=True)
+class Shape:
+    """State what the time of a call depends on, beside its data.
+
+    Attributes
+    ----------
+    dim : int
+        Head dimension.
+    causal : bool
+    mask : str
+        "none", "bool" or "float".
+    heads, kv_heads : int
+        Query and key heads of all batch entries.
+    rows, keys : int
+        Of a head.
+    """
+
+    dim: int
+    causal: bool
+    mask: str
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+
+    def distance(self, other: Shape) -> float:
+        """Return the octaves between the numbers in which two shapes differ most; infinite if their kinds differ."""
+        if (self.dim, self.causal, self.mask) != (other.dim, other.causal, other.mask):
+            return math.inf
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return max(abs(math.log2(own / others)) for own, others in pairs)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Return heads, key heads, rows and keys."""
+        return self.heads, self.kv_heads, self.rows, self.keys
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Hold what was measured of a shape.
+
+    Attributes
+    ----------
+    capability : str
+        Of the device, such as "9.0".
+    shape : Shape
+    faster : str
+        The name of the faster backend; empty if neither is.
+    ratios : dict
+        Maps "eager" and "graph" to the speed of `sdpa` over that of `triton`.
+    case : str
+        Name of the case in the stored run.
+    runs : tuple of str
+        Device and commit of the runs.
+    """
+
+    capability: str
+    shape: Shape
+    faster: str
+    ratios: dict[str, float]
+    case: str
+    runs: tuple[str, ...]
+
+
+def to_json(measurements: Iterable[Measurement]) -> str:
+    """Return the text of a table, one measurement a line."""
+    lines = [json.dumps({**vars(each), "shape": vars(each.shape)}) for each in measurements]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+@cache
+def table() -> tuple[Measurement, ...]:
+    """Return all measurements."""
+    rows: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return tuple(Measurement(**{**row, "shape": Shape(**row["shape"]), "runs": tuple(row["runs"])}) for row in rows)
+
+
+def nearest(capability: str, shape: Shape, measurements: Sequence[Measurement] | None = None) -> Measurement | None:
+    """Return the measurement of the most similar shape on such a device, or None if none is similar enough."""
+    found = table() if measurements is None else measurements
+    near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
+    distance, best = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+    return best if distance <= OCTAVE else None
+
+
+@lru_cache(maxsize=SHAPES)
+def faster(capability: str, shape: Shape) -> str:
+    """Return the name of the backend that serves a shape faster on such a device; empty if none is known to."""
+    measured = nearest(capability, shape)
+    return "" if measured is None else measured.faster
+
+
+@cache
+def rivals(capability: str, dim: int, mask: str) -> frozenset[str]:
+    """Return the backends that are faster for some shape of a head dimension and a kind of mask on such a device."""
+    kinds = [each for each in table() if (each.capability, each.shape.dim, each.shape.mask) == (capability, dim, mask)]
+    return frozenset(each.faster for each in kinds if each.faster)

@@ -1,0 +1,144 @@
+"""The faster of two backends: what runs show of it, what is chosen, and what the benchmark says of a wrong choice."""
+
+import dataclasses
+import json
+
+import pytest
+
+from pasa.eval.kit.stored import ROOT
+from pasa.eval.speed import choice_run, run
+from pasa.eval.speed.cases import CASES, SpeedCase
+from pasa.eval.speed.choice import MARGIN, measurements, shape_of, verdict, wrong
+from pasa.eval.speed.implementations import GUARDED
+from pasa.ops import measured
+from pasa.ops.measured import Shape
+from tests.eval.speed import fakes
+
+STORED = [ROOT / "eval/speed/results" / name for name in ("speed.json", "guards/speed.json", "paged/speed.json")]
+CASE = SpeedCase("wide", 2, 8, 4, 1000, 3000, 80, graphed=True)
+
+
+def stored_run(ms, case=CASE, commit="0", **fields):
+    """Return a run of a case with these times by implementation and way of running."""
+    records = [
+        {"case": case.name, "implementation": name, "how": how, "status": "ok", "median_ms": each, "to_cudnn": 1 / each}
+        | fields
+        for (name, how), each in ms.items()
+    ]
+    environment = {"capability": "9.0", "device": "H200", "commit": commit}
+    return {"cases": [case.described], "records": records, "environment": environment}
+
+
+FASTER_EVERYWHERE = {("pasa", "eager"): 3.0, (GUARDED, "eager"): 2.0, ("pasa", "graph"): 3.0, (GUARDED, "graph"): 2.5}
+
+
+@pytest.mark.parametrize("case", [*CASES, *choice_run.GRID], ids=lambda case: case.name)
+def test_a_shape_is_read_from_its_text(case):
+    shape = shape_of(case.described)
+    assert shape == Shape(
+        dim=case.dim,
+        causal=case.causal and not case.padded,
+        mask="bool" if case.padded else "none",
+        heads=case.batch * case.heads,
+        kv_heads=case.batch * case.kv_heads,
+        rows=case.rows,
+        keys=case.keys,
+    )
+
+
+def test_a_text_that_is_no_shape_is_refused():
+    with pytest.raises(ValueError, match="'1 x 2' is no shape of a case"):
+        shape_of({"shape": "1 x 2"})
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "faster"),
+    [
+        (1.2, 1.2, "sdpa"),
+        (1.0, 1.2, "sdpa"),
+        (0.98, 1.2, "sdpa"),
+        (0.9, 1.2, ""),  # each is faster one way
+        (1.04, 1.04, ""),
+        (0.8, 1.0, "triton"),
+        (0.8, 0.8, "triton"),
+    ],
+)
+def test_the_faster_one_loses_in_no_way_of_running(eager, graph, faster):
+    assert verdict({"eager": eager, "graph": graph}) == faster
+    assert verdict({}) == ""
+
+
+def test_a_run_gives_a_measurement_for_each_shape():
+    (found,) = measurements([stored_run(FASTER_EVERYWHERE)])
+    assert found.shape == Shape(80, False, "none", 16, 8, 1000, 3000)
+    assert (found.capability, found.faster, found.case) == ("9.0", "sdpa", "wide")
+    assert found.ratios == {"eager": 1.5, "graph": 1.2}
+    assert found.runs == ("H200, commit 0",)
+
+
+def test_runs_are_compared_by_their_times_relative_to_cudnn():
+    """The second run was made on a device that was twice as slow, which is in the times of both."""
+    ours = stored_run({("pasa", "graph"): 3.0}, to_cudnn=0.5)
+    other = stored_run({(GUARDED, "graph"): 4.0}, commit="1", to_cudnn=0.75)
+    (found,) = measurements([ours, other])
+    assert found.ratios == {"graph": 1.5}
+    assert found.runs == ("H200, commit 0", "H200, commit 1")
+
+
+def test_data_and_failures_do_not_count():
+    biased = dataclasses.replace(CASE, data="constant")
+    assert measurements([stored_run(FASTER_EVERYWHERE, biased)]) == []
+    assert measurements([stored_run(FASTER_EVERYWHERE, status="failed gate")]) == []
+    assert measurements([stored_run({("pasa", "eager"): 1.0})]) == []
+
+
+def test_a_wrong_choice_is_named():
+    """Without a table `triton` is chosen; a table that follows the measurement has nothing to complain of."""
+    measured_now = stored_run(FASTER_EVERYWHERE)
+    (line,) = wrong(measured_now, ())
+    ratios = "speed of sdpa over triton: 1.50 eager, 1.20 graph"
+    assert line == f"wide: triton is chosen, although sdpa is faster ({ratios})"
+    assert wrong(measured_now, measurements([measured_now])) == []
+    opposite = {key: 1 / each for key, each in FASTER_EVERYWHERE.items()}
+    (line,) = wrong(stored_run(opposite), measurements([measured_now]))
+    assert line.startswith("wide: sdpa is chosen, although triton is faster")
+
+
+def test_a_difference_within_the_margin_is_no_wrong_choice():
+    close = {key: 2.0 if key[0] == "pasa" else 2.0 / (MARGIN - 0.01) for key in FASTER_EVERYWHERE}
+    assert wrong(stored_run(close), ()) == []
+
+
+def test_the_benchmark_fails_on_a_wrong_choice(monkeypatch):
+    monkeypatch.setitem(fakes.SPEED, GUARDED, 0.5)
+    entrants = (fakes.ENTRANTS[4], fakes.implementation(GUARDED, fakes.FP32))
+    monkeypatch.setattr(measured, "table", lambda: ())
+    result = run.measure([fakes.TINY], entrants, fakes.FakeClock(), fakes.BANDWIDTH, 2)
+    assert not result["gate"]["passed"]
+    (failure,) = result["gate"]["failures"]
+    assert failure.startswith("tiny: triton is chosen, although sdpa is faster")
+
+
+def test_the_stored_table_comes_from_stored_runs():
+    """`pasa bench choice --write`, with the runs in eval/speed/results, writes the table that is in use."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in STORED]
+    assert measured.to_json(measurements(runs)) == measured.FILE.read_text(encoding="utf-8")
+
+
+def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.json")
+    result = choice_run.run_choice(STORED, write=True)
+    assert measured.FILE.read_text(encoding="utf-8").count("\n") == len(result["measurements"]) + 2
+    open_cases = result["to_measure"]["9.0"]
+    assert "causal-16x2048-d80" in open_cases
+    assert "decode-1x32768-d128" not in open_cases
+    table, text, written = choice_run.report(result)
+    assert len(table.rows) == len(result["measurements"])
+    assert f"{len(open_cases)} of {len(choice_run.GRID)} cases" in text
+    assert str(measured.FILE) in written
+
+
+def test_the_grid_fits_the_limits_of_a_case():
+    assert max(case.flops for case in choice_run.GRID) <= 5e12
+    assert max(case.bytes for case in choice_run.GRID) <= 10e9
+    assert len({case.name for case in choice_run.GRID}) == len(choice_run.GRID)

@@ -1,0 +1,128 @@
+"""The registry follows measured choices where both backends can serve, and nowhere else."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pasa
+from pasa.ops import measured, notices, registry
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.backends import Backend
+from pasa.ops.measured import Measurement, Shape
+
+FULL = Shape(dim=80, causal=False, mask="none", heads=16, kv_heads=16, rows=4096, keys=4096)
+SLOWER = Measurement("9.0", FULL, "sdpa", {"eager": 1.3, "graph": 1.4}, "full", ("H200, commit 0",))
+SHORT = dataclasses.replace(FULL, rows=512, keys=512)
+FASTER = Measurement("9.0", SHORT, "triton", {"eager": 0.3, "graph": 0.9}, "short", ("H200, commit 0",))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Simulate a machine with an H200, a table of two measurements, and backends that return their names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(measured, "table", lambda: (SLOWER, FASTER))
+    monkeypatch.setattr(Backend, "load", lambda self: SimpleNamespace(attend=lambda call: self.name))
+    caches = registry.choose, registry._capability, notices.warn_once, measured.faster, measured.rivals
+    for each in caches:
+        each.cache_clear()
+    yield monkeypatch
+    for each in caches:
+        each.cache_clear()
+
+
+def chosen(dim=80, dtype=torch.float16, mask="none", features=(), backend=None, device="cuda", **options):
+    needs = (device, dtype, dim, mask, features)
+    return registry.choose(tuple(registry.BACKENDS.values()), backend, needs, AttentionOptions(**options).arguments)
+
+
+def served(module, rows, keys, heads=16, dim=80, is_causal=False):
+    """Return the name of the backend that gets a call."""
+    q, k = (torch.empty(1, heads, n, dim, dtype=torch.float16, device="meta") for n in (rows, keys))
+    return module.attend(Call(q, k, k, 1.0, is_causal=is_causal))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads", "who"),
+    [
+        (4096, 4096, 16, "sdpa"),
+        (2100, 8192, 30, "sdpa"),
+        (512, 512, 16, "triton"),
+        (700, 700, 9, "triton"),
+        (4096, 4096, 40, "triton"),  # too different from what was measured
+        (32768, 32768, 16, "triton"),
+    ],
+)
+def test_a_shape_goes_to_the_backend_that_was_faster_for_one_like_it(hopper, rows, keys, heads, who):
+    module, _, name = chosen()
+    assert served(module, rows, keys, heads) == who
+    assert name == "triton"  # whose kernels differentiate the call
+
+
+def test_another_kind_of_call_stays_where_it_was(hopper):
+    """A causal call is not like a full one, and an H100 is not like another GPU."""
+    assert served(chosen()[0], 4096, 4096, is_causal=True) == "triton"
+    hopper.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    registry.choose.cache_clear()
+    assert not isinstance(chosen()[0], registry.ByShape)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"dim": 64},
+        {"dtype": torch.bfloat16},
+        {"mask": "bool"},
+        {"features": ("windows",)},
+        {"features": ("sinks",)},
+        {"features": ("soft caps",)},
+        {"features": ("max logits",)},
+        {"features": ("packed sequences",)},
+        {"features": ("paged caches",)},
+        {"recovery": "paper"},
+        {"softmax": "unbiased"},
+        {"backend": "triton"},
+    ],
+)
+def test_calls_that_were_not_measured_do_not_ask_the_table(hopper, call):
+    module, _, name = chosen(**call)
+    assert not isinstance(module, registry.ByShape)
+    assert name == "triton"
+
+
+def test_without_a_faster_backend_no_call_asks_the_table(hopper):
+    """A table in which the preferred backend is always faster costs calls nothing."""
+    hopper.setattr(measured, "table", lambda: (FASTER,))
+    measured.rivals.cache_clear()
+    assert not isinstance(chosen()[0], registry.ByShape)
+
+
+def test_the_list_of_servers_names_both(hopper):
+    assert dict(registry.servers([(torch.float16, 80)]))["cuda"] == "triton or sdpa where it was measured to be faster"
+    assert dict(registry.servers([(torch.float16, 64)]))["cuda"] == "triton"
+    reasons = {line.name: line.reason for line in pasa.backends()}
+    assert "serves calls like 1 of 2 shapes measured on such a GPU (head dim 80)" in reasons["sdpa"]
+    assert "shapes measured" not in reasons["triton"]
+    assert "shapes measured" not in reasons["reference"]
+
+
+def test_the_nearest_measurement_counts():
+    far = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), faster="far")
+    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=5000), (far, SLOWER)) is SLOWER
+    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=7000, keys=7000), (far, SLOWER)) is far
+    assert measured.nearest("8.0", FULL, (far, SLOWER)) is None
+    assert measured.nearest("9.0", FULL, ()) is None
+
+
+def test_a_table_survives_being_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "FILE", tmp_path / "table.json")
+    measured.FILE.write_text(measured.to_json((SLOWER, FASTER)))
+    assert measured.table.__wrapped__() == (SLOWER, FASTER)
+
+
+def test_the_stored_table_can_be_read():
+    assert {each.faster for each in measured.table()} <= {"", "triton", "sdpa"}
