@@ -331,8 +331,8 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
                 sm, job, q_s, b_o, b_max, b_sum, row, start, end, full, stage, phase, STAGES,
                 CAUSAL, RAGGED and not CAUSAL,
             )  # fmt: skip
+            start = end  # used behind the loop, too: else Triton 3.6 forgets it between the parts
             if part == 0:
-                start = end
                 note = _told(sm, 0)
                 if note % 2 > 0:  # begin again, with K'
                     n = ahead
@@ -348,8 +348,10 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
                 end = split
         if CAUSAL:
             b_o, b_max, b_sum, stage, phase = _in_turn(
-                sm, job, q_s, b_o, b_max, b_sum, row, split, stop, 0, stage, phase, STAGES, CAUSAL, True
+                sm, job, q_s, b_o, b_max, b_sum, row, start, stop, 0, stage, phase, STAGES, CAUSAL, True
             )
+        else:
+            stop = start
     _skip(sm, n + stop, n + tile.blocks, STAGES)  # blocks that only other warpgroups see
     _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX, CAUSAL, DROPPED, DIM)
     tma.store_wait(0)
