@@ -247,7 +247,7 @@ class OnlineSoftmax:
 
     def _remember(self, old: slice, unseen: Tensor, carried: Tensor, tile: ScoreTile, alive: Tensor | None) -> None:
         """Keep what the next block refers to: a cube forms its scores while this block's weights are made."""
-        guess = torch.as_tensor(tile.offset).expand_as(carried)
+        guess = torch.as_tensor(tile.offset, device=carried.device).expand_as(carried)
         first = unseen if alive is None else unseen & alive
         self.behind[..., old, :] = torch.where(first, guess, carried)
         self.guessed[..., old, :] = first
