@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         if func in ALLOCATIONS:
             self.sources[id(made)] = len(self.owners)
             self.owners.append(made)
-        elif _is_view(func):
+        elif _is_view(func) and _share_memory(made, args[0]):
             if id(args[0]) in self.sources:
                 self.views.append(made)
                 self.sources[id(made)] = self.sources[id(args[0])]
@@ -142,6 +142,11 @@ def _is_view(func: Any) -> bool:
     """Return whether an operation returns views of its first argument, and changes nothing."""
     aliases = [each.alias_info for each in (*func._schema.returns, *func._schema.arguments)]
     return func._schema.returns[0].alias_info is not None and not any(each and each.is_write for each in aliases)
+
+
+def _share_memory(view: object, source: Tensor) -> bool:
+    """Return whether a view is one: `contiguous` and `reshape`, which inference mode does not decompose, may copy."""
+    return isinstance(view, Tensor) and view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
 def recorder() -> Recorder | None:

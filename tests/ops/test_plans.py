@@ -77,6 +77,23 @@ def test_a_repeated_call_has_the_bits_of_a_first_one(name, bias):
     assert all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
 
 
+@pytest.mark.parametrize("grad", ["no_grad", "inference_mode"])
+def test_a_copy_is_not_taken_for_a_view(grad):
+    """A call that copies keys because their last stride is not 1 is not repeated.
+
+    Story: in inference mode, a torch mode sees `contiguous` itself, whose schema promises a view. A plan took the copy
+    for a part of the keys and, when repeated, read memory at that distance from other keys.
+    """
+    q, k, v = normal_qkv((2, 1), (70, 150), 80)
+    with getattr(torch, grad)():
+        turned = k.mT.contiguous().mT
+        results = [attend(q, turned, v) for _ in range(2)]
+        assert kept() == [None]
+        expected = attend(q, k, v)
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
 @pytest.mark.parametrize("anchors", [False, True])
 def test_pages_are_repeated(monkeypatch, anchors):
     """A call over pages has a plan on a GPU, where tables are not read; lengths may change beside the same tensors."""
