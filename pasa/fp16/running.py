@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pasa.fp16 import offloading
-from pasa.fp16.containers import NESTED, float_leaves, replaced
+from pasa.fp16.containers import NESTED, float_leaves, replaced, shared_path
 from pasa.fp16.editing import Models, module_at
 from pasa.fp16.guards import Entered
 from pasa.fp16.planning import LARGEST, Plan
@@ -184,7 +184,8 @@ class _Outputs:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         if not self.entered.leave(self.path):
             return output
-        unknown = [path for path, _ in float_leaves(output) if self.known is not None and path not in self.known]
+        returned = [shared_path(path) for path, _ in float_leaves(output)]
+        unknown = [path for path in returned if self.known is not None and path not in self.known]
         if unknown := [path for path in unknown if not _harmless(path)]:
             raise ValueError(
                 f"to_fp16: {self.path or type(module).__name__} was scaled for calls that do not return {unknown[0]}, "
@@ -196,7 +197,7 @@ class _Outputs:
         return replaced(output, self._restored)
 
     def _restored(self, path: str, leaf: Tensor) -> Tensor:
-        power = self.powers.get(path, 0)
+        power = self.powers.get(shared_path(path), 0)
         return leaf.float() * 2.0**power if power else leaf
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import factors, offsets, rules
-from pasa.fp16.containers import NESTED, float_leaves, opaque_leaves, replaced
+from pasa.fp16.containers import ENCODED, NESTED, float_leaves, opaque_leaves, replaced, shared_path
 from pasa.fp16.exponents import Equations, Form
 from pasa.fp16.names import Names
 from pasa.fp16.offloading import moves_unseen
@@ -322,14 +322,16 @@ class Tracer(TorchDispatchMode):
             self.pin(self.track(tensor), "returns it")
 
         def leave(path: str, tensor: Tensor) -> Tensor:
+            path = shared_path(path)
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
             offsets.note_reads(self, [track], [])
-            hidden = "hidden_state" in path or NESTED.match(path) or isinstance(module, torch.nn.Embedding)
-            if track.constant or not hidden:
+            inner = "hidden_state" in path or NESTED.match(path) or ENCODED.match(path)
+            if track.constant or not (inner or isinstance(module, torch.nn.Embedding)):
                 self.pin(track, f"returns {path or 'it'}")
                 return tensor
-            outputs[path] = self.single(track) or {}
+            form = self.single(track) or {}
+            self.equate(outputs.setdefault(path, form), form, "returns both in one list")
             copy = self._times(tensor, powers.get(path, 0))
             self.tracks[copy] = Track(({},))
             return copy

@@ -120,7 +120,12 @@ def uses_interface(module: torch.nn.Module) -> bool:
 
 
 def is_written_out(module: torch.nn.Module) -> bool:
-    """Return whether PASA can follow the attention that this module of transformers computes itself."""
+    """Return whether PASA can follow the attention that this module of transformers computes itself.
+
+    A later transformers may take the same class's attention from the registry: CodeGen's and GPT-J's since 5.24.
+    """
+    if uses_interface(module):
+        return False
     kind = type(module)
     folder, _, file = kind.__module__.rpartition(".modeling_")
     return folder.startswith("transformers.models.") and kind.__name__ in WRITTEN_OUT.get(file, ())

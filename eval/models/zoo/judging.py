@@ -39,7 +39,7 @@ STEADY = 1e-5  # the most by which two runs of the unpatched model may differ
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 VERDICTS = ("right", "refused", "nothing to patch", "wrong", "refused at call", "crashed", "not judged", "not built")
 FINDINGS = ("wrong", "refused at call", "crashed")  # verdicts that fail the gate
-UNJUDGED = re.compile("past_key_values|attentions")  # caches, and attention weights, which PASA never forms
+UNJUDGED = re.compile("past_key_values|cache|attentions")  # caches, and attention weights, which PASA never forms
 Attention = Callable[..., Any]
 Record = dict[str, Any]
 

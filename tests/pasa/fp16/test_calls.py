@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import pasa
+from pasa.fp16.containers import float_leaves
 from pasa.fp16.conversion import Conversion
-from tests.pasa.fp16.models import FAMILIES, IDS, large
+from tests.pasa.fp16.models import FAMILIES, IDS, large, outputs
+from tests.pasa.fp16.planned import largest_distance
 
 PROMPTS = torch.tensor([[0, 0, 7, 8, 9, 10], [20, 21, 22, 23, 24, 25]])
 MASK = (torch.arange(6) >= torch.tensor([[2], [0]])).long()
@@ -155,6 +157,24 @@ def test_a_hidden_state_of_one_model_that_another_reads():
     assert conversion.plan.outputs["tower"]
     assert conversion.plan.inputs["norm"]
     torch.testing.assert_close(run().float(), truth, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_calls_with_another_number_of_images_than_the_sample(images):
+    """The model returns the features of each image too: in FP32, as they were. The sample has two images."""
+    model = large("llava")
+    ids = torch.cat([IDS[:, :4], torch.full((1, 16 * images), 99), IDS[:, 4:]], 1)
+    pixels = torch.randn(images, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+    def call(dtype):
+        with torch.no_grad():
+            return dict(float_leaves(model(input_ids=ids, pixel_values=pixels.to(dtype), use_cache=False)))
+
+    truth = call(torch.float32)
+    assert len(truth) >= 2, "logits and features of images"
+    pasa.to_fp16(model, lambda each: outputs(each, "llava"))
+    result = call(torch.float16)
+    assert largest_distance(result, truth) < 5e-3
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "gemma", "gpt2"])

@@ -1,4 +1,7 @@
-"""Modules that write attention out as product, softmax and product run PASA when patched."""
+"""Modules that write attention out as product, softmax and product run PASA when patched.
+
+CodeGen and GPT-J write it out before transformers 5.24, and take it from the registry since.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ SIZES = {"hidden_size": 64, "vocab_size": 97, "pad_token_id": 0, "eos_token_id":
 DEEP = {"num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
     "bloom": lambda: hf.BloomConfig(**SIZES, n_layer=2, n_head=4),
+    "codegen": lambda: hf.CodeGenConfig(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=97, rotary_dim=8, n_positions=64, eos_token_id=None, bos_token_id=1
+    ),
     "falcon": lambda: hf.FalconConfig(**SIZES, **DEEP, alibi=False),
     "gptj": lambda: hf.GPTJConfig(
         n_embd=64, n_layer=2, n_head=4, vocab_size=97, rotary_dim=8, n_positions=64, eos_token_id=None, bos_token_id=1
