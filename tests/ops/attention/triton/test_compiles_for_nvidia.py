@@ -116,6 +116,22 @@ def test_keys_in_pages_are_loaded_as_far_ahead(plain, paged, pytestconfig):
     assert shared[1] >= shared[0]
 
 
+@pytest.mark.parametrize("name", ["hopper_d128_plain", "hopper_d128_plain_full"])
+def test_the_second_part_of_a_loop_begins_where_the_first_ended(name, tmp_path):
+    """A consumer on Hopper attends to the first blocks, hears from the producer, and goes on with the others.
+
+    Story: Triton 3.6 forgot the block to go on with, because nothing read it behind the loop over both parts. Consumers
+    began anew and waited for blocks that nobody loaded: every causal call on an H200 hung.
+    """
+    case = next(each for each in compiler()[1] if each["name"] == name)
+    compiled(module=case["module"], name=name, architecture=90, cache=str(tmp_path))
+    (ttgir,) = tmp_path.rglob("*.ttgir")
+    form = r"scf\.for %\w+ = %c0_i32\w* to %c2_i32\w* .*?iter_args\((.*?)\) ->.*\n +%\S+ = scf\.for %\w+ = (%\w+) to"
+    loops = re.findall(form, ttgir.read_text())
+    assert len(loops) == 3  # one for each consumer
+    assert all(f"{begin} = " in carried for carried, begin in loops)
+
+
 def test_the_record_is_of_today():
     """The record has the key of every case; otherwise every clone compiles the changed cases again."""
     runs = {f"{case['name']}-sm_{arch}": (case, arch) for case in compiler()[1] for arch in case["architectures"]}
