@@ -62,8 +62,8 @@ def test_a_move_of_one_row_moves_all_rows_of_its_tile_and_lowers_none():
 
 @pytest.mark.parametrize("rise", [3.9, 5.0, 20.0])
 def test_weights_of_a_rise_fit_into_fp16(rise):
-    """2^10 e^4 does, but not much more. Half of the keys are 0.5 nats below the others, so a weight that saturates moves
-    the mean of the values by up to 0.12."""
+    """2^10 e^4 does, but not much more. Half of the keys are 0.5 nats below the others, so a weight that saturates
+    moves the mean of the values by up to 0.12."""
     alternating = torch.tensor([rise, rise - 0.5]).repeat(BLOCK // 2)
     values = torch.tensor([1.0, 0.0]).repeat(2 * BLOCK).reshape(1, 1, -1, 1).expand(1, 1, -1, DIM)
     _, _, out, expected = call([0, 0, 0, alternating], values=values)
