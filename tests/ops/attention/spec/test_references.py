@@ -1,4 +1,4 @@
-"""When the exact recovery keeps a tile in FP32, and when it moves what its weights are relative to.
+"""The exact recovery keeps a tile in FP32 beyond 6 nats, and moves what its weights are relative to beyond 4.
 
 Scores are written down in nats: D = 64, a query selects channels, and the blocks are 128 keys long. Bounds: a weight is
 stored in FP16, and an FP16 score is off by at most 2^-8 units (README.md of the operator on an NPU).
@@ -38,7 +38,7 @@ def test_a_second_tile_refers_to_the_guess_of_the_first_so_distances_count_on_bo
 
 
 def test_a_move_of_one_row_moves_the_others_by_less_than_four_nats():
-    """So the second row's rise to 6.9 is one of 3.9."""
+    """The second row's reference moves to 3, so its rise to 6.9 is one of 3.9."""
     assert call([0, 0, 0, 5, 5, 5], [0, 0, 0, 3, 3, 6.9])[:2] == (0, 1)
 
 
@@ -71,8 +71,8 @@ def test_weights_of_a_rise_fit_into_fp16(rise):
 
 
 def test_weights_far_below_a_sink_keep_their_digits():
-    """At 16.6 nats below the reference a weight is 2^-14 of FP16's grid: 2^-11 of it is lost, and with a lift of 2^4
-    six bits more."""
+    """At 16 nats below the reference a weight is stored as 2^-13.1, where FP16 rounds by at most 2^-25: by 2^-11.9 of the
+    weight. With a lift of 2^4 it would be 2^-5.9."""
     sink = torch.full((BLOCK,), -16.0)
     sink[0] = 0.0
     values = torch.ones(1, 1, 4 * BLOCK, DIM)
