@@ -52,9 +52,9 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
         bottom.Halves();
         AscendC::PipeBarrier<PIPE_V>();
-        bottom.Finish(Number(kFactor));
+        bottom.Finish(Number(kFirst));
         AscendC::PipeBarrier<PIPE_V>();
-        return Extreme<AscendC::ReduceType::MIN>(Number(kFactor), rows, work_) <= -kHalfLargest * factor;
+        return Extreme<AscendC::ReduceType::MIN>(Number(kFirst), rows, work_) <= -kHalfLargest * factor;
     }
 
     __aicore__ inline void TellVerdict(uint32_t slot, int32_t wanted)
@@ -105,45 +105,60 @@ protected:
         factor_[0] = t_.scale / unit;
         all.Scale(Number(0, kFrame), in, t_.scale);
         all.Scale(Framed(0), in, t_.scale);
-        all.Scale(Number(kFirst), in[kHalfRows], unit);
+        all.Scale(Number(kRho), in[kHalfRows], unit);
         all.Set(Number(kNext), 0.0f);
         offset_in_.FreeTensor(in);
-        AscendC::PipeBarrier<PIPE_V>();
-        StoreReference(0, rows, true, true);
+        BeginReference(0, rows, Number(0, kMaximum), factor_[0], true, true);
+        SendReference(0, rows);
+        FinishReference();
         if (task.steps == 1) return;
         LoadOffsets(task, 1, rows);
         in = TakeOffsets(unit);
         factor_[1] = t_.scale / unit;
         all.Scale(Framed(1), in, t_.scale);
         all.Scale(Number(kNext), in[kHalfRows], unit);
-        all.Set(Number(kFactor), factor_[1]);
         offset_in_.FreeTensor(in);
         AscendC::PipeBarrier<PIPE_V>();
         all.Subtract(Number(kCarried), Number(0, kFrame), Framed(1));
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Add(Number(kCarried), Number(kCarried), Number(0, kOffset));
-        AscendC::PipeBarrier<PIPE_V>();
-        StoreReference(1, rows, true, false);
+        BeginReference(1, rows, Number(0, kOffset), factor_[1], true, false);
+        SendReference(1, rows);
+        FinishReference();
     }
 
-    // The reference near kCarried, or near the guess in kFirst (`is_made`), to the cube core.
-    __aicore__ inline void StoreReference(uint32_t slot, uint32_t rows, bool is_guess, bool is_made)
+    // Begin the reference of a block: `from`, which kCarried takes into its frame, or the guess in kRho (`is_made`).
+    __aicore__ inline void BeginReference(uint32_t slot, uint32_t rows, const Row& from, float factor, bool is_guess,
+                                          bool is_made)
     {
-        const NextReference::Places places{
-            Number(kCarried), Number(kNext), Number(kFactor), Number(slot, kOffset), Number(slot, kRaised),
-            Number(kFirst), Number(kSecond), Number(kThird), half_row_buffer_.Get<half>(),
-            spread_.ReinterpretCast<half>(), reference_out_.AllocTensor<half>()};
-        NextReference next(places, rows, factor_[slot], is_guess, is_made);
-        while (!next.IsDone()) {
-            next.Step();
+        next_.Begin({from, Number(kCarried), Number(kNext), Number(kFactor), Number(slot, kOffset),
+                     Number(slot, kRaised), Number(kRho), Number(kHigh), Number(kRest), half_row_buffer_.Get<half>(),
+                     spread_.ReinterpretCast<half>(), reference_out_.AllocTensor<half>()},
+                    rows, factor, is_guess, is_made);
+    }
+
+    // The steps that are left until the cube core can have the reference.
+    __aicore__ inline void SendReference(uint32_t slot, uint32_t rows)
+    {
+        while (!next_.IsOut()) {
             AscendC::PipeBarrier<PIPE_V>();
+            next_.Advance();
         }
-        HalfTile out = next.Out();
+        HalfTile out = next_.Out();
         reference_out_.EnQue(out);
         out = reference_out_.DeQue<half>();
         AscendC::DataCopy(reference_[slot], out, rows * kFractal);
         reference_out_.FreeTensor(out);
     }
+
+    // The steps that are left until the vector core can use the reference itself.
+    __aicore__ inline void FinishReference()
+    {
+        while (!next_.IsDone()) {
+            AscendC::PipeBarrier<PIPE_V>();
+            next_.Advance();
+        }
+    }
+
+    NextReference next_;
 };
 
 }  // namespace pasa

@@ -42,7 +42,7 @@ private:
     {
         const LaneTask& lane = task.lane[0];
         const uint32_t rows = OwnRows(lane.Twinned());
-        stable_ = 0;
+        settled_ = false;
         for (bool& plain : plain_) plain = false;
         if (rows > 0) {
             RowMath all(0, rows);
@@ -89,14 +89,21 @@ private:
         const bool wide = NeedsWide(rows, extremes.reached, factor);
         bool moves = wide;
         if (extremes.ahead > kMoveReach) moves = true;
-        stable_ = moves ? 0 : stable_ + 1;
-        const bool brings = refers && !HasReference(slot, extremes.apart, next_factor == factor);
+        const bool brings = refers && !HasReference(slot, extremes.apart, moves, next_factor);
         TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
                               (brings ? kBringsReference : 0));
         if (wide) LoadWide(task, j, rows, factor);
         if (moves) MoveReference(slot, rows, wide);
+        if (!next_.IsDone()) {
+            if (moves) {
+                next_.Restart();
+            }
+        } else if (brings) {
+            BeginReference(slot, rows, Number(0, kMaximum), next_factor, false, false);
+        }
         MakeWeights(slot, rows, wide || t_.scale > kLargestLifted, !moves && extremes.gap <= kAligned);
         if (brings) MakeReference(slot, rows, next_factor);
+        settled_ = !moves;
         if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
         if (j == 0) return;
@@ -129,10 +136,15 @@ private:
         narrow_in_.FreeTensor(narrow);
         seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));
         all.Set(Number(kReached), 0.0f);
-        all.Set(Number(kCarried), 0.0f);
-        all.Set(Number(kNext), 0.0f);
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
-        if (refers) TakeNextOffsets(rows, next_factor);
+        if (refers) {
+            TakeNextOffsets(rows, next_factor);
+        } else {
+            all.Set(Number(kCarried), 0.0f);
+            all.Set(Number(kNext), 0.0f);
+        }
+        next_.Advance();
         Hide(task, 0, j, rows, score_tile_);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(score_tile_);
@@ -144,12 +156,16 @@ private:
         all.Subtract(Number(kGap), Number(0, kMaximum), Number(slot, kOffset));
         if (refers) {
             all.Subtract(Number(kCarried), Number(0, kFrame), Number(kSecond));
+            if (!MayKeep(slot, next_factor)) {
+                BeginReference(slot, rows, Number(0, kMaximum), next_factor, false, false);
+            }
         }
         AscendC::PipeBarrier<PIPE_V>();
         top.Finish(Number(kTop));
-        all.Absolute(Number(kFactor), Number(kGap));
+        all.Absolute(Number(kDistance), Number(kGap));
         all.Absolute(Number(kFirst), Number(kNext));
         all.Absolute(Number(kAhead), Number(kCarried));
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         if (j < 2) {
             seeing.Absolute(Number(kReached), Number(kTop));
@@ -158,8 +174,10 @@ private:
         }
         all.Scale(Number(kLarger), Number(kTop), factor_[slot]);
         all.Larger(Number(kFirst), Number(kFirst), Number(kAhead));
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         all.Subtract(Number(kAhead), Number(kLarger), Number(kGap));
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         return ReadExtremes(rows);
     }
@@ -177,8 +195,9 @@ private:
 
     __aicore__ inline Extremes ReadExtremes(uint32_t rows)
     {
-        const Row from[4] = {Number(kReached), Number(kAhead), Number(kFactor), Number(kFirst)};
+        const Row from[4] = {Number(kReached), Number(kAhead), Number(kDistance), Number(kFirst)};
         float found[4];
+        next_.Advance();
         for (uint32_t i = 0; i < 4; ++i) {
             AscendC::ReduceRepeat<AscendC::ReduceType::MAX>(work_[i * kFloatBlock], from[i], rows, 1, 1, 1, 8,
                                                             AscendC::ReduceOrder::ORDER_ONLY_VALUE);
@@ -223,46 +242,54 @@ private:
             all.Lower(Number(kGap), Number(kGap), lift);
             AscendC::PipeBarrier<PIPE_V>();
             Spread(spread_, Number(kGap), rows);
+            next_.Advance();
             AscendC::PipeBarrier<PIPE_V>();
             SubtractSpread(rows);
         }
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Exp(score_tile_, score_tile_, rows * kBlockKeys);
+        next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         if (late) {
             AscendC::Muls(score_tile_, score_tile_, kLift, rows * kBlockKeys);
+            next_.Advance();
             AscendC::PipeBarrier<PIPE_V>();
         }
         HalfTile weights = tile_out_.AllocTensor<half>();
         AscendC::Cast(weights, score_tile_, AscendC::RoundMode::CAST_RINT, rows * kBlockKeys);
+        next_.Advance();
         tile_out_.EnQue(weights);
         weights = tile_out_.DeQue<half>();
         AscendC::DataCopy(weights_[slot], weights, rows * kBlockKeys);
         tile_out_.FreeTensor(weights);
     }
 
-    // Return if the cube core has the reference of block j + 2 already: that of block j, if neither has an offset or a
-    // frame of its own, and nothing has moved since that was made.
-    __aicore__ inline bool HasReference(uint32_t slot, float apart, bool same_factor)
+    // Return if the cube core may have the reference of block j + 2 already, as far as can be said before the scores are
+    // known. Where it cannot, the reference is formed beside the softmax.
+    __aicore__ inline bool MayKeep(uint32_t slot, float next_factor) const
     {
-        bool plain = true;
+        return plain_[slot] && settled_ && next_factor == factor_[slot];
+    }
+
+    // Return if it has: the reference of block j, if neither block has an offset or a frame of its own, and nothing has
+    // moved since that was made.
+    __aicore__ inline bool HasReference(uint32_t slot, float apart, bool moves, float next_factor)
+    {
+        bool has = MayKeep(slot, next_factor), plain = true;
         if (apart != 0.0f) plain = false;
-        bool has = plain && plain_[slot] && same_factor;
-        if (stable_ < 2) has = false;
+        if (!plain || moves) has = false;
         plain_[slot] = plain;
         return has;
     }
 
-    // The reference of block j + 2 takes the place of that of block j.
+    // The reference of block j + 2 takes the place of that of block j. Its offset is ready after two more steps, which
+    // the next tile takes.
     __aicore__ inline void MakeReference(uint32_t slot, uint32_t rows, float factor)
     {
-        RowMath all(0, rows);
         factor_[slot] = factor;
-        all.Scale(Framed(slot), Number(kSecond), 1.0f);
-        all.Add(Number(kCarried), Number(kCarried), Number(0, kMaximum));
-        all.Set(Number(kFactor), factor);
-        AscendC::PipeBarrier<PIPE_V>();
-        StoreReference(slot, rows, false, false);
+        RowMath(0, rows).Scale(Framed(slot), Number(kSecond), 1.0f);
+        SendReference(slot, rows);
     }
 
     // O and l of the blocks before, which the cube core has added up.
@@ -297,8 +324,8 @@ private:
         RowMath(0, rows).Multiply(Number(0, kSum), Number(0, kSum), Number(kKeep));
     }
 
-    uint32_t stable_ = 0;                 // blocks since the weights' references moved
-    bool plain_[2] = {false, false};      // the reference in the workspace is that of the weights, without an offset
+    bool settled_ = false;            // the references of the weights did not move in the last block
+    bool plain_[2] = {false, false};  // the reference in the workspace is that of the weights, without an offset
 };
 
 }  // namespace pasa

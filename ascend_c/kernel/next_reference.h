@@ -9,84 +9,95 @@ namespace pasa {
 // round the sums that the reference enters too coarsely for scores near 0, which the row may still see.
 constexpr float kFarthest = 0x1p11f;
 
-// Computes the reference in steps, each followed by a barrier.
+// Computes the reference in steps. A barrier follows each, and other work may stand before it too.
 class NextReference {
 public:
     using Row = RowMath::Row;
     using HalfTile = AscendC::LocalTensor<half>;
 
-    // Operands and buffers. Numbers of rows: `wanted`, the reference in nats; `apart`, the part of the scores that the
-    // block's anchor subtracts, in units of the tile; `factor`, nats in such a unit; `offset`, the nats to be added to
-    // the scores; `raised`, by how many units the clamp raised the reference. FP16: `term` (64) and `spread` (64, 16)
-    // are scratch, `out` (64, 16) is for the cube core.
+    // Operands and buffers. Numbers of rows: `from`, the reference of the weights, and `carried`, what the block's frame
+    // adds to it, both in nats; `apart`, the part of the scores that the block's anchor subtracts, in units of the tile;
+    // `factor`, nats in such a unit; `offset`, the nats to be added to the scores; `raised`, by how many units the clamp
+    // raised the reference. FP16: `term` (64) and `spread` (64, 16) are scratch, `out` (64, 16) is for the cube core.
     struct Places {
-        Row wanted, apart, factor, offset, raised, rho, high, rest;
+        Row from, carried, apart, factor, offset, raised, rho, high, rest;
         HalfTile term, spread, out;
     };
 
     // A guess may be far above all scores that a row sees. That of a first tile is already in `rho`: `is_made`.
-    __aicore__ inline NextReference(const Places& places, uint32_t rows, float factor, bool is_guess, bool is_made)
-        : p_(places),
-          all_(0, rows),
-          repeats_(DivideUp(rows, kFloatBlock)),
-          factor_(factor),
-          step_(is_made ? 2 : 0)
+    __aicore__ inline void Begin(const Places& places, uint32_t rows, float factor, bool is_guess, bool is_made)
     {
+        p_ = places;
+        all_ = RowMath(0, rows);
+        repeats_ = DivideUp(rows, kFloatBlock);
+        factor_ = factor;
+        lowest_ = -2 * kHalfLargest;
+        highest_ = 2 * kHalfLargest;
         if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
         if (is_guess) highest_ = -lowest_;
+        step_ = is_made ? 3 : 0;
     }
+    // `from` has changed.
+    __aicore__ inline void Restart() { step_ = 0; }
     __aicore__ inline HalfTile Out() const { return p_.out; }
+    __aicore__ inline bool IsOut() const { return step_ > kOutStep; }
     __aicore__ inline bool IsDone() const { return step_ >= kSteps; }
 
-    __aicore__ inline void Step()
+    // The next step, if there is one.
+    __aicore__ inline void Advance()
     {
         const Row &rho = p_.rho, &high = p_.high, &rest = p_.rest;
         switch (step_++) {
-            case 0: all_.Divide(rho, p_.wanted, p_.factor); break;
-            case 1: all_.Subtract(rho, rho, p_.apart); break;
-            case 2:
+            case 0:
+                all_.Set(p_.factor, factor_);
+                all_.Add(rho, p_.carried, p_.from);
+                break;
+            case 1: all_.Divide(rho, rho, p_.factor); break;
+            case 2: all_.Subtract(rho, rho, p_.apart); break;
+            case 3:
                 all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);
                 all_.AtMost(rest, rho, highest_);
                 break;
-            case 3:
+            case 4:
                 all_.AtLeast(high, high, lowest_ > -kHalfLargest ? lowest_ : -kHalfLargest);
                 all_.AtLeast(rest, rest, lowest_);
                 break;
-            case 4:
+            case 5:
                 all_.ToHalf(p_.term, high);
                 all_.Subtract(p_.raised, rest, rho);
                 break;
-            case 5:
+            case 6:
                 all_.ToFloat(high, p_.term);
                 AscendC::Brcb(p_.out, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
-            case 6: all_.Subtract(rest, rest, high); break;
-            case 7: all_.ToHalf(p_.term, rest); break;
-            case 8:
+            case 7: all_.Subtract(rest, rest, high); break;
+            case 8: all_.ToHalf(p_.term, rest); break;
+            case 9:
                 all_.ToFloat(rest, p_.term);
                 AscendC::Brcb(p_.spread, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
-            case 9: {
+            case kOutStep: {
                 all_.Add(high, high, rest);
                 uint64_t odd[2] = {0xaaaaaaaaaaaaaaaa, 0xaaaaaaaaaaaaaaaa};
                 AscendC::Adds(p_.out, p_.spread, static_cast<half>(0.0f), odd, repeats_,
                               AscendC::UnaryRepeatParams(1, 1, 8, 8));
                 break;
             }
-            case 10: all_.Add(high, high, p_.apart); break;
-            case 11: all_.Scale(p_.offset, high, factor_); break;
+            case 11: all_.Add(rho, high, p_.apart); break;
+            case 12: all_.Scale(p_.offset, rho, factor_); break;
+            default: step_ = kSteps;
         }
     }
 
 private:
-    static constexpr uint32_t kSteps = 12;
+    static constexpr uint32_t kOutStep = 10, kSteps = 13;
 
     Places p_;
     RowMath all_;
     uint32_t repeats_ = 0;
     float factor_ = 1.0f;
-    float lowest_ = -2 * kHalfLargest, highest_ = 2 * kHalfLargest;  // of rho, in units of the tile
-    uint32_t step_ = 0;
+    float lowest_ = 0.0f, highest_ = 0.0f;  // of rho, in units of the tile
+    uint32_t step_ = kSteps;
 };
 
 }  // namespace pasa

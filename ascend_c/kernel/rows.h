@@ -19,6 +19,7 @@ class RowMath {
 public:
     using Row = AscendC::LocalTensor<float>;
 
+    __aicore__ inline RowMath() = default;
     __aicore__ inline RowMath(uint32_t first, uint32_t last)
     {
         const uint64_t below = last >= kFloats ? ~uint64_t{0} : (uint64_t{1} << last) - 1;

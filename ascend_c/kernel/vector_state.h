@@ -21,9 +21,10 @@ protected:
     // are those of blocks with an even and an odd number.
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
-        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kRows,
+        kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kPaperRows,
+        kRho = kPaperRows, kHigh, kRest, kDistance, kRows,  // exact only
         kGap = kHere, kAhead = kRowSum, kReached = kKeep,  // before weights are made
-        kCarried = kThird  // until the next reference has its second term
+        kCarried = kThird
     };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }
@@ -139,7 +140,8 @@ private:
         pipe.InitBuffer(row_out_, 1, kHalfRows * sizeof(float));
         pipe.InitBuffer(scores_buffer_, kHalfRows * kBlockKeys * sizeof(float));
         pipe.InitBuffer(output_buffer_, t_.lanes * kHalfRows * t_.dim * sizeof(float));
-        pipe.InitBuffer(rows_buffer_, kRows * kHalfRows * sizeof(float));
+        const uint32_t numbers = (exact ? kRows : kPaperRows) * kHalfRows;
+        pipe.InitBuffer(rows_buffer_, numbers * sizeof(float));
         pipe.InitBuffer(spread_buffer_, kHalfRows * kBlockBytes);
         pipe.InitBuffer(half_row_buffer_, kHalfRows * sizeof(half));
         pipe.InitBuffer(work_buffer_, kReduction * sizeof(float));
@@ -157,7 +159,7 @@ private:
         score_tile_ = scores_buffer_.Get<float>();
         spread_ = spread_buffer_.Get<float>();
         work_ = work_buffer_.Get<float>();
-        AscendC::Duplicate(values_, 0.0f, kRows * kHalfRows);  // calls that take whole blocks read behind the last row
+        AscendC::Duplicate(values_, 0.0f, numbers);  // calls that take whole blocks read behind the last row
         AscendC::Duplicate(work_, 0.0f, kReduction);
         AscendC::Duplicate(half_row_buffer_.Get<half>(), static_cast<half>(0.0f), kHalfRows);
         AscendC::PipeBarrier<PIPE_V>();

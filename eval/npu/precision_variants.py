@@ -80,7 +80,7 @@ def substitutions(dim: int) -> dict[str, list[Line]]:
                 {"Adds float": -FLOATS, "Sub float": FLOATS, "Brcb float": FLOATS / 16},
             ),
             ("no test of distances, anchors and frames", {"Abs float": -3 * ROW, "Max float": -2 * ROW,
-             "ReduceRepeat float": -3 * ROW, "Sub float": -2 * ROW, "Duplicate float": -3 * ROW}),
+             "ReduceRepeat float": -3 * ROW, "Sub float": -2 * ROW, "Duplicate float": -ROW}),
             ("no offsets", {"MTE2 vector": -2 * (2 * 64 * 4 + 32)}),
         ],
         "fp32 lazy, shared keys, from fp32 lazy": [

@@ -76,8 +76,13 @@ RULES = {
     "products are added to those of a flush": ("running_[half] = false;", ""),
     "a tile with an offset is taken for one without": ("if (aligned)", "if (true)"),
     "a new reference is not loaded": ("if (j < 2 || brought_[slot])", "if (j < 2)"),
-    "a reference is kept although the weights' moved": ("if (stable_ < 2)", "if (false)"),
+    "a reference is kept although the weights' move": ("if (!plain || moves)", "if (!plain)"),
+    "a reference is kept although the weights' moved a block ago": (
+        "return plain_[slot] && settled_ && next_factor == factor_[slot];",
+        "return plain_[slot] && next_factor == factor_[slot];",
+    ),
     "a reference is kept for a block with an offset": ("if (apart != 0.0f)", "if (false)"),
+    "a reference that was begun before the weights' moved is sent": ("next_.Restart();", ""),
     "the rounding of K - anchor in FP32 is not tested": (
         "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
         """AscendC::Add(left_, left_, anchor, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));

@@ -55,8 +55,7 @@ HOST = [
         REFERENCE,
         "before = self.sum[..., old, :] * keep",
         "before = self.sum[..., old, :]",
-        GAPS + "test_reference[32]",
-        TRITON + "test_block_sizes",
+        "tests/ops/attention/spec/test_references.py::test_weights_of_a_rise_fit_into_fp16",
     ),
     mutant(
         "the reference's band begins one key late",

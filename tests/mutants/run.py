@@ -31,10 +31,11 @@ from tests.mutants.host import HOST
 from tests.mutants.kernels import KERNELS
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.paged import PAGED
+from tests.mutants.reference import REFERENCE
 from tests.mutants.speed import SPEED
 from tests.mutants.streams import STREAMS
 
-ALL = [*KERNELS, *DECODING, *HOPPER, *PAGED, *FUSED, *FP16, *STREAMS, *SPEED, *HOST]
+ALL = [*KERNELS, *DECODING, *HOPPER, *PAGED, *FUSED, *FP16, *STREAMS, *SPEED, *HOST, *REFERENCE]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
 SAMPLED = [

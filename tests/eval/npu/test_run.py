@@ -131,6 +131,9 @@ def test_targets_of_the_exact_recovery():
     long = [e for case in ("paper-16k", "paper-64k") for e in pick(STORED["records"], allocation="exact", case=case)]
     assert min(each["tflops"] for each in long) >= 190
     assert min(each["ratio_lazy"] for each in long) >= 1.195
+    # Measured data: those of the embedded language model miss 190 by less than one at 16k keys.
+    (model,) = pick(STORED["records"], allocation="exact, SmolLM2, 1024 tokens", case="paper-64k")
+    assert model["tflops"] >= 195
     for case in ("paper", "svd", "svd-2"):
         (now,), (before,) = (
             pick(STORED["records"], allocation=name, case=case) for name in ("exact, anchors", "exact before")
@@ -139,12 +142,14 @@ def test_targets_of_the_exact_recovery():
 
 
 def test_signs_of_the_sensitivity():
-    """FP16 scores gain where paths that carry them are slower, and where vector work and its barriers cost less."""
+    """FP16 scores gain on FP32 scores in the same kernel where paths that carry scores are slower, and where vector
+    work and its barriers cost less."""
     assert {(each["rate"], each["factor"]) for each in STORED["sensitivity"]} == {
         (name, factor) for name in run.VARIED for factor in run.FACTORS
     }
     for name in ("paper", "exact, anchors"):
-        highest = {(e["rate"], e["factor"]): e["highest"] for e in pick(STORED["sensitivity"], allocation=name)}
+        changed = pick(STORED["sensitivity"], allocation=name)
+        highest = {(e["rate"], e["factor"]): e["highest_to_lazy"] for e in changed}
         for slower_is_better in ("L2 read", "L2 write", "vector barrier"):
             assert highest[slower_is_better, 0.7] > highest[slower_is_better, 1.3]
         assert highest["vector", 0.7] < highest["vector", 1.3]
