@@ -186,11 +186,14 @@ def _attended_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in the dtype in which torch attends to them; `Tensor.to` returns a tensor of that dtype itself.
+    """Return tensors in the dtype in which torch attends to them: without autocast, the tensors themselves.
 
     Under autocast, rotary embeddings leave q and k in FP32, but not v.
     """
-    return tuple(x.to(_attended_dtype(x)) for x in tensors)
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple([x.to(_attended_dtype(x)) for x in tensors])
 
 
 def _check(

@@ -193,7 +193,9 @@ def run_pasa(
     if sinks is not None:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
         out = out * torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
     binding.callbacks.call(query, key, attention_mask, causal, scale, window, softcap)
-    return out[..., :width].transpose(1, 2).contiguous(), None
+    if out.shape[-1] != width:
+        out = out[..., :width]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def run_original(
