@@ -21,7 +21,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops import dispatch, operands, plans, registry
 from pasa.ops.arguments import OPTIONS, dense, packed, paged, schema
-from pasa.ops.attention.call import NO_WINDOW, Call
+from pasa.ops.attention.call import NO_WINDOW, Call, is_tokens_first
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
@@ -77,7 +77,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
         heads = q.shape[:2] if q.dim() == 4 else (1, q.shape[1])
         counts = q.new_empty((*heads, 7) if call.diagnose else (0,), dtype=torch.float64)
         max_logits = q.new_empty((call.sequences, q.shape[1]) if call.max_logits else (0,), dtype=torch.float32)
-        out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if call.tokens_first else q.new_empty(q.shape)
+        out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if is_tokens_first(q) else q.new_empty(q.shape)
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
     text = f"({tensors}, Tensor? sinks=None, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"

@@ -209,7 +209,7 @@ class Plan:
             if operand is None:
                 continue
             owner = owners[operand.source]
-            whole = owner is not None and operand.offset == 0 and x.nbytes == owner.nbytes and x.is_contiguous()
+            whole = owner is not None and operand.offset == 0 and x.nbytes == owner.nbytes and _is_dense(x)
             if operand.source < inputs or operand.source in places or not whole:
                 raise LookupError("a result that is not an allocation of its own")
             places[operand.source] = bases, 0
@@ -265,6 +265,11 @@ class Plan:
             for run, pick in self.steps:
                 run(pick(operands))
         return results
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether a tensor is contiguous, (B, H, S, D) also in the memory order of (B, S, H, D)."""
+    return x.is_contiguous() or (x.dim() == 4 and x.transpose(1, 2).is_contiguous())
 
 
 def _pick(places: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

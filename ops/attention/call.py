@@ -105,17 +105,9 @@ class Call:
     sinks: Tensor | None = None
     max_logits: bool = False
 
-    @property
-    def tokens_first(self) -> bool:
-        """Return whether q (B, Hq, Sq, D) has the memory order of (B, Sq, Hq, D), as models make it.
-
-        The output has the same order, so that a model which transposes it back copies nothing.
-        """
-        return self.q.dim() == 4 and self.q.stride(1) < self.q.stride(2)
-
     def laid_out(self, out: Tensor) -> Tensor:
         """Return the output in the memory order of q; it is copied if it has the other one."""
-        return out.transpose(1, 2).contiguous().transpose(1, 2) if self.tokens_first else out.contiguous()
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if is_tokens_first(self.q) else out.contiguous()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -173,6 +165,14 @@ class Call:
         if self.cu_q is None or self.cu_k is None:
             raise ValueError("the call has no cumulative lengths: it is not packed")
         return edges(self.cu_q, "q", self.q), edges(self.cu_k, "k", self.k)
+
+
+def is_tokens_first(q: Tensor) -> bool:
+    """Return whether q (B, Hq, Sq, D) has the memory order of (B, Sq, Hq, D), as models make it.
+
+    The output has the same order, so that a model which transposes it back copies nothing.
+    """
+    return q.dim() == 4 and q.stride(1) < q.stride(2)
 
 
 def capturing(x: Tensor) -> bool:

@@ -46,6 +46,10 @@ def masked(q, k, v, **how):
     return attend(q, k, v, attn_mask=torch.arange(k.shape[2], device=DEVICE)[None, None, None] > k.shape[2] // 3, **how)
 
 
+def attend_as_models(*tensors, **how):
+    return attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors), **how)
+
+
 CASES = {  # what is called, heads, lengths, head dimension, options, and the launches of each plan
     "decode": (attend, (4, 2), (1, 300), 64, {}),
     "decode some rows": (attend, (4, 2), (3, 300), 64, {"is_causal": True}),
@@ -54,7 +58,9 @@ CASES = {  # what is called, heads, lengths, head dimension, options, and the la
     "decode window": (attend, (4, 2), (3, 300), 64, {"window": (100, 0)}),
     "decode soft cap": (attend, (4, 2), (3, 300), 64, {"softcap": 20.0}),
     "prefill": (attend, (2, 1), (70, 150), 80, {"is_causal": True}),
+    "prefill of models": (attend_as_models, (2, 1), (70, 150), 80, {"is_causal": True}),
     "short": (attend, (2, 1), (25, 25), 64, {}),
+    "short of models": (attend_as_models, (2, 1), (25, 25), 64, {}),
     "unbiased": (attend, (2, 1), (70, 150), 64, {"config": pasa.PasaConfig(softmax="unbiased")}),
     "gradients": (differentiate, (2, 1), (70, 150), 64, {"is_causal": True}),
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.call import Call, to_fp16
+from pasa.ops.attention.call import Call, is_tokens_first, to_fp16
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, hidden_keys
 from pasa.ops.numerics.formats import FORMATS, get_format
 from pasa.ops.packed import tile_table
@@ -179,10 +179,14 @@ class KernelCall(Call):
         """Return the same call with other queries (B, Hq, Sq, D), not packed."""
         return replace(self, q=q, cu_q=None)
 
-    def outputs(self) -> tuple[Tensor, Tensor]:
-        """Allocate the output and log-sum-exp, uninitialised."""
+    def outputs(self, *, strided: bool = True) -> tuple[Tensor, Tensor]:
+        """Allocate the output and log-sum-exp, uninitialised; a `strided` output has the memory order of q."""
         lse = torch.empty(self.q.shape[:-1], dtype=torch.float32, device=self.q.device)
-        return torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device), lse
+        if strided and is_tokens_first(self.q):
+            out = torch.empty(self.q.transpose(1, 2).shape, dtype=self.out_dtype, device=self.q.device).transpose(1, 2)
+        else:
+            out = torch.empty(self.q.shape, dtype=self.out_dtype, device=self.q.device)
+        return out, lse
 
     def row_maxima(self, lse: Tensor) -> Tensor | None:
         """Allocate the largest score of each row, uninitialised, if the call asks for largest scores."""

@@ -78,7 +78,7 @@ def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple
     """Merge the results of all splits; `shared_frame` means that the splits of a head share a frame."""
     batch, heads, rows, dim = call.q.shape
     pad = pad_dim(dim)
-    out, lse = call.outputs()
+    out, lse = call.outputs(strided=False)
     top = call.row_maxima(lse)
     padded = 1 << max(splits.count - 1, 0).bit_length()
     columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
