@@ -28,7 +28,7 @@ from pasa.patching import PatchHandle
 UNDERFLOW = 0.1
 """Share of weights made subnormal above which a conversion warns.
 
-Errors of tiny models with enlarged weights, beside BF16's: a seventh at 0.02 (SVD's UNet), seven times at 0.21
+Errors of tiny models with enlarged weights, beside BF16's: an eighth at 0.02 (SVD's UNet), seven times at 0.21
 (OLMo 2, before its stream was scaled less), thirty times at 0.26 (a UNet).
 """
 MARK = "scaled_by_pasa_to_fp16"
