@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from functools import partial
 from typing import Any
@@ -25,12 +24,6 @@ from pasa.fp16.tracing import TRACED, Tracer
 from pasa.fp16.tracks import Cut
 from pasa.patching import PatchHandle
 
-UNDERFLOW = 0.1
-"""Share of weights made subnormal above which a conversion warns.
-
-Errors of tiny models with enlarged weights, beside BF16's: an eighth at 0.02 (SVD's UNet), seven times at 0.21
-(OLMo 2, before its stream was scaled less), thirty times at 0.26 (a UNet).
-"""
 MARK = "scaled_by_pasa_to_fp16"
 """Attribute of each module of a converted model.
 
@@ -210,12 +203,6 @@ class Conversion:
     def mark(self, name: str, *, keep: bool) -> None:
         """Mark the model as scaled, and forget the original unless it is kept."""
         self._name = name
-        if self.underflow > UNDERFLOW:
-            warnings.warn(
-                f"to_fp16: {self.underflow:.0%} of {name}'s weights become subnormal or 0, because its peaks are too "
-                "far apart for FP16: compare its results with BF16's, and pass a smaller margin or keep BF16 or FP32",
-                stacklevel=4,
-            )
         kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
         if keep:  # accelerate makes tied weights several parameters when its hooks are removed
             kept |= {name: kept[first] for name, first in editing.tied_names(self.models)}

@@ -59,19 +59,6 @@ def test_a_value_beyond_the_margin_is_counted_and_reported_once(model):
     assert "BEYOND" in str(handle.report())
 
 
-def test_weights_that_become_subnormal_raise_a_warning():
-    """Story: peaks of 1e13 beside 1 left a UNet's result wrong by 38 %, and only the report's last line showed it."""
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)).eval()
-    with torch.no_grad():
-        model[0].weight[:, 0] *= 1e12
-    texts = messages(lambda: pasa.to_fp16(model, torch.ones(1, 8)))
-    assert len(texts) == 1
-    assert "weights become subnormal or 0" in texts[0]
-    assert messages(lambda: pasa.to_fp16(large("qwen2"), SAMPLE)) == []
-
-
 def test_an_infinity_is_seen_in_the_forward_pass_that_returns_it(model):
     handle = pasa.to_fp16(model, SAMPLE)
     run(model)
