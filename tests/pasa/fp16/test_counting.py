@@ -55,7 +55,7 @@ def test_a_watched_value_at_the_limit_does_not_count(counts):
 
 
 def test_what_the_sample_reaches_in_fp16_is_within_the_limit(counts):
-    """Story: peaks are measured in BF16; in FP16 one was 1.14 times larger, and the sample itself raised a warning."""
+    """Story: peaks are measured in BF16; in FP16 one was larger, and the sample itself raised a warning."""
     counts.look(0, torch.tensor([LIMIT * 1.25]))
     counts.add()
     counts.start()

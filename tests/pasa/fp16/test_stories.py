@@ -243,8 +243,8 @@ def test_gathered_weights_keep_their_parts():
 def test_what_is_large_between_two_norms_does_not_scale_the_stream():
     """Story: OLMo 2 norms what its blocks write, and these read the stream without a norm.
 
-    One power of two for the embedding fitted all tensors at once, and was chosen: 2^-35 for a stream that needed 2^-5.
-    Embeddings became subnormal in FP16, and logits 60 times less accurate.
+    One power of two for the embedding fitted all tensors at once, and was chosen, although the stream needed a much
+    smaller one. Embeddings became subnormal in FP16, and logits much less accurate.
     """
     model = large("olmo2")
     with torch.no_grad():
