@@ -94,7 +94,7 @@ def to_fp16(
         except BaseException:
             conversion.restore()
             raise
-        conversion.start(type(model_or_pipeline).__name__, keep=keep_original is not None)
+        conversion.mark(type(model_or_pipeline).__name__, keep=keep_original is not None)
     return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 

@@ -58,6 +58,7 @@ class Conversion:
         self.models, self.run, self.margin = models, run, margin
         self.weights = weights or Weights(models)
         self._original = {name: self.weights.loader(tensor) for name, tensor in editing.named_tensors(models)}
+        self._owners = {name: editing.module_at(models, owner(name)) for name in self._original}
         self.plan = Plan()
         self._fixed = self._wide = editing.computed_buffers(models)
         self._upcasts = [
@@ -171,6 +172,9 @@ class Conversion:
         entered = {name: editing.module_at(self.models, name) for name in self.plan.prologues}
         self._hooks += hook_prologues(entered, self.plan.prologues, self.plan.entries)
         self._widened = widen_logits(self.models)
+        watched = modules_to_watch(self.plan, self._tracer, self.margin)
+        self._counters = counting.Counters(self.models, watched, list(self.plan.inputs), self.margin, self._entered)
+        self._hooks += self._counters.handles
         with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:
                 self.run()
@@ -189,19 +193,16 @@ class Conversion:
                 f"to_fp16: {watch.first['module']} is infinite or NaN in FP16 on the sample, although its peaks are in "
                 "range: please report this model"
             )
+        self._counters.start()
 
     def stores_scores(self) -> str | None:
         """Return a module that computes attention scores by itself, or None; fused attention keeps them in FP32."""
         scores = (operation.module for operation in self._tracer.operations if operation.scores)
         return next((name or "the model" for name in scores if not inside(name, self.plan.islands)), None)
 
-    def start(self, name: str, *, keep: bool) -> None:
-        """Begin to count values beyond the margin, and forget the original unless it is kept."""
+    def mark(self, name: str, *, keep: bool) -> None:
+        """Mark the model as scaled, and forget the original unless it is kept."""
         self._name = name
-        entries = list(self.plan.inputs)
-        watched = modules_to_watch(self.plan, self._tracer, self.margin)
-        self._counters = counting.Counters(self.models, watched, entries, self.margin, self._entered)
-        self._hooks += self._counters.handles
         kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
         if keep:  # accelerate makes tied weights several parameters when its hooks are removed
             kept |= {name: kept[first] for name, first in editing.tied_names(self.models)}
@@ -269,10 +270,17 @@ class Conversion:
         return dict(editing.named_tensors(self.models))
 
     def _set(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Replace the data of all tensors by a function of name and original, one by one: there is no second model."""
-        for name, tensor in self._tensors().items():
-            if name in self._original:
-                self.weights.set(tensor, self._original[name], partial(change, name))
+        """Replace the data of all tensors by a function of name and original, one by one: there is no second model.
+
+        A tensor may have another name by now, because an adapter has wrapped its module.
+        """
+        tensors = self._tensors()
+        for name, original in self._original.items():
+            tensor = tensors.get(name)
+            if tensor is None and name in self._owners:
+                tensor = getattr(self._owners[name], name.rpartition(".")[2])
+            if tensor is not None:
+                self.weights.set(tensor, original, partial(change, name))
 
     def _set_upcasts(self, value: bool) -> None:
         """Say in the configs of autoencoders whether pipelines convert them to FP32."""

@@ -29,7 +29,8 @@ class _Counts:
     """
 
     def __init__(self, watched: int, entries: int, limit: float, device: torch.device) -> None:
-        self.limit = limit
+        self.limit: float | Tensor = limit
+        self._watched = watched
         self.totals = torch.zeros(2, watched + entries, device=device)  # largest value, and passes beyond the limit
         self._largest, self._counts = self.totals
         self._largest[watched:] = torch.inf  # an output counts if it is not finite
@@ -57,6 +58,12 @@ class _Counts:
         either = torch.sub(high, low, alpha=0)  # NaN if low is not finite; high - low could leave the range
         self._count_of[index].add_(either.sub_(either) != 0)  # inf - inf is NaN
 
+    def start(self) -> None:
+        """Forget what was counted on the sample; what it reached in FP16 is within the limit."""
+        self.limit = self._largest.clamp(min=self.limit)
+        self.totals.zero_()
+        self._largest[self._watched :] = torch.inf
+
     def add(self) -> None:
         """Add the values of a forward pass that compared them to the totals."""
         if self._looked:
@@ -79,6 +86,9 @@ class _Thread(threading.local):
 
 class Counters:
     """Counts values of scaled modules that pass the planned limit, and outputs that are not finite.
+
+    The limit was planned in BF16, and FP16 rounds otherwise. So a run of the sample in FP16 comes first, until
+    :meth:`start`: a module that passes the limit there has its largest value as its limit.
 
     Nothing here waits for the device. In a CUDA graph that was captured with these hooks, outputs that are not finite
     are counted at each replay, and the report shows them. Code that torch.compile compiles counts nothing.
@@ -103,6 +113,7 @@ class Counters:
         self._calls = dict.fromkeys(entries, 0)
         self._thread = _Thread()
         self._warned: set[str] = set()
+        self._started = False
         self.handles: list[Any] = []
         devices = {parameter.device for model in models.values() for parameter in model.parameters()}
         self._new_counts = partial(_Counts, len(watched), len(entries), self.limit)
@@ -114,6 +125,12 @@ class Counters:
                 continue
             self._register(module.register_forward_pre_hook, self._entering(name))
             self._register(module.register_forward_hook, self._leaving(index), always_call=True)
+
+    def start(self) -> None:
+        """Begin to count, after a run of the sample in FP16."""
+        self._started, self._calls = True, dict.fromkeys(self._calls, 0)
+        for counts in self._counts.values():
+            counts.start()
 
     def _register(self, register: Callable[..., Any], hook: Callable[..., None], **options: Any) -> None:
         self.handles.append(register(UncopiedHook(hook), **options))
@@ -129,7 +146,7 @@ class Counters:
         def begin(module: torch.nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling() or self._entered.depth > 1:
                 return
-            self._thread.looks = self._calls[name] % EVERY == 0 and not _capturing()
+            self._thread.looks = not self._started or (self._calls[name] % EVERY == 0 and not _capturing())
             self._calls[name] += 1
 
         return begin
@@ -159,7 +176,7 @@ class Counters:
     def _add(self, counts: _Counts) -> None:
         """Add a forward pass, report what has arrived from the one before, and send the new totals."""
         counts.add()
-        if _capturing():
+        if not self._started or _capturing():
             return
         if counts.host is not None:
             self._warn(counts.host)

@@ -193,7 +193,13 @@ class Weights:
         device, on_disk, meta = _device(hook), not isinstance(weights, dict), _owner(module, name)
 
         def load() -> Tensor:
-            return weights[key].to(meta.dtype)  # type: ignore[no-any-return]
+            data: Tensor = weights[key].to(meta.dtype)
+            if data.shape != meta.shape:  # accelerate compares them only when the hook loads
+                raise ValueError(
+                    f"to_fp16: {key} has the shape {tuple(data.shape)}, and the model's configuration says "
+                    f"{tuple(meta.shape)}: correct its config.json, or load all files of the model again"
+                )
+            return data
 
         empty = torch.zeros((), dtype=meta.dtype, device=device).expand(meta.shape)
         tensor = torch.nn.Parameter(empty, meta.requires_grad) if isinstance(meta, torch.nn.Parameter) else empty

@@ -143,7 +143,7 @@ class _Inputs:
         if has_adapters(module):
             raise RuntimeError(
                 f"to_fp16: an adapter was loaded into {self.name} after it was scaled, and writes unscaled values: "
-                "undo, load (or merge) the adapter, then call to_fp16 again"
+                "undo, merge the adapter (merge_and_unload, fuse_lora), then call to_fp16 again"
             )
         for owner, name, dtype in self.dtypes:
             now = getattr(owner, name).dtype

@@ -99,9 +99,9 @@ def check_space(source: Checkpoint, folder: Path, out: Path, *, fused: int, at_o
     needed = shards + fused if at_once else max(shards, fused)
     free = shutil.disk_usage(place).free
     if needed > free:
-        also = f", {fused / 1e9:.2f} GB of it for fused experts while it runs" if fused else ""
+        also = f", {fused / 1e9:.3g} GB of it for fused experts while it runs" if fused else ""
         raise OSError(
-            errno.ENOSPC, f"to-fp16 needs {needed / 1e9:.2f} GB{also}, and {free / 1e9:.2f} GB are free", str(out)
+            errno.ENOSPC, f"to-fp16 needs {needed / 1e9:.3g} GB{also}, and {free / 1e9:.3g} GB are free", str(out)
         )
 
 

@@ -232,8 +232,8 @@ def verdict(result: Run) -> str:
     lines.append(f"{result['underflow']:.2%} of the weights become subnormal or 0 by scaling.")
     if check and check["finite"]:
         lines.append(
-            f"{result['out']}, loaded by transformers in FP16: perplexity {check['perplexity']:.4f}, before "
-            f"{check['perplexity_before']:.4f} in {check['dtype_before']}; {check['top1']:.1%} of best tokens agree."
+            f"{result['out']}, loaded by transformers in FP16: perplexity {check['perplexity']:.6g}, before "
+            f"{check['perplexity_before']:.6g} in {check['dtype_before']}; {check['top1']:.1%} of best tokens agree."
         )
     if check and check["finite"] and check["top1"] < AGREEING:
         lines.append(

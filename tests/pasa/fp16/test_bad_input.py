@@ -211,8 +211,23 @@ def test_an_adapter_of_peft():
     model = large("qwen2")
     pasa.to_fp16(model, SAMPLE)
     adapted = peft.get_peft_model(model, config).eval()
-    with pytest.raises(RuntimeError, match="after it was scaled"):
+    with pytest.raises(RuntimeError, match="undo, merge the adapter"):
         adapted(IDS)
+
+
+def test_undo_restores_a_model_in_which_an_adapter_was_loaded_since():
+    """Story: the adapter renames the weights that it wraps. They stayed scaled and in FP16, beside others in FP32."""
+    import peft
+
+    model = large("qwen2")
+    truth, bits = model(IDS).logits, state(model)[0]
+    handle = pasa.to_fp16(model, SAMPLE, keep_original="cpu")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["down_proj"])).eval()
+    handle.undo()
+    assert torch.equal(adapted(IDS).logits, truth)
+    restored = adapted.unload().state_dict()
+    assert restored.keys() == bits.keys()
+    assert all(torch.equal(restored[name], bits[name]) for name in bits)
 
 
 def test_a_device_map_without_offloading(model):

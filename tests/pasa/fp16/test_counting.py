@@ -52,3 +52,16 @@ def test_a_watched_value_at_the_limit_does_not_count(counts):
     counts.add()
     assert counts.totals[1].tolist() == [0, 0]
     assert counts.totals[0, 0] == LIMIT
+
+
+def test_what_the_sample_reaches_in_fp16_is_within_the_limit(counts):
+    """Story: peaks are measured in BF16; in FP16 one was larger, and the sample itself raised a warning."""
+    counts.look(0, torch.tensor([LIMIT * 1.25]))
+    counts.add()
+    counts.start()
+    assert counts.totals[:, 0].tolist() == [0, 0]
+    for value, beyond in ((LIMIT * 1.25, 0), (LIMIT * 1.5, 1)):
+        counts.look(0, torch.tensor([value]))
+        counts.check(1, torch.tensor([value]))
+        counts.add()
+        assert counts.totals[1].tolist() == [beyond, 0]

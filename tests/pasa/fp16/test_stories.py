@@ -238,3 +238,24 @@ def test_gathered_weights_keep_their_parts():
         handle = pasa.to_fp16(model, x)
         assert not handle.report().fp32
         torch.testing.assert_close(model(x.half()).float(), truth, rtol=0, atol=5e-3)
+
+
+def test_what_is_large_between_two_norms_does_not_scale_the_stream():
+    """Story: OLMo 2 norms what its blocks write, and these read the stream without a norm.
+
+    One power of two for the embedding fitted all tensors at once, and was chosen, although the stream needed a much
+    smaller one. Embeddings became subnormal in FP16, and logits much less accurate.
+    """
+    model = large("olmo2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(1e8)
+            layer.mlp.down_proj.weight.mul_(1e8)
+    truth = outputs(model, "olmo2")
+    plan = plan_of(model, "olmo2")
+    stream = powers_of(plan, "model.embed_tokens.weight")[None]
+    assert 0 < stream < 6
+    assert powers_of(plan, "model.layers.1.mlp.down_proj.weight")[None] > 10
+    handle = pasa.to_fp16(model, lambda each: outputs(each, "olmo2"))
+    assert handle.report().underflow < 0.01
+    assert largest_distance(outputs(model, "olmo2"), truth) < 1e-2

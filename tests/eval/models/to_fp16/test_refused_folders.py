@@ -65,6 +65,11 @@ def unknown(folder):
     change_config(folder, architectures=["WonderForCausalLM"], model_type="wonder")
 
 
+def other_width(folder):
+    """Story: weights on disk were not compared with config.json, so a folder that no one can load was written."""
+    change_config(folder, intermediate_size=66)
+
+
 def encoder(folder):
     change_config(folder, architectures=["BertModel"], model_type="bert")
 
@@ -83,6 +88,7 @@ def encoder(folder):
         (strange, "mtp.0.weight"),
         (missing, "model.norm.weight"),
         (unknown, "WonderForCausalLM"),
+        (other_width, "has the shape (64, 32), and the model's configuration says (66, 32)"),
         (encoder, "BertModel"),
     ],
 )

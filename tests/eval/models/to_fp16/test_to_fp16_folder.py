@@ -1,6 +1,7 @@
 """`pasa to-fp16`: the same function from a folder, in FP16, by transformers alone."""
 
 import json
+import math
 import resource
 import shutil
 import signal
@@ -190,6 +191,12 @@ def test_a_written_checkpoint_that_predicts_other_tokens_fails(qwen2, tmp_path, 
     assert "computes infinity" in run.verdict(result | {"check": dict(COMPARED, finite=False)})
 
 
+def test_a_huge_perplexity_does_not_fill_the_screen(qwen2, tmp_path):
+    result = run_to_fp16(str(qwen2), str(tmp_path), skip_check=True)
+    text = run.verdict(result | {"check": dict(COMPARED, perplexity=math.exp(700))})
+    assert "perplexity 1.01423e+304, before 9 in" in text
+
+
 def test_shards_index_and_tokenizer_are_those_of_the_original(qwen2, tmp_path):
     run_to_fp16(str(qwen2), str(tmp_path), skip_check=True)
     index, original = (
@@ -280,7 +287,7 @@ def test_a_full_disk_ends_in_one_line_and_a_second_run_goes_on(qwen2, tmp_path, 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(qwen2, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 0, 10))
-    assert "GB are free" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--skip-check")
+    assert "GB, and 1e-08 GB are free" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--skip-check")
     assert not (tmp_path / "out").exists()
 
 
