@@ -180,26 +180,16 @@ def choose(peaks: list[Peak], steps: Mapping[int, int]) -> dict[int, int]:
         short = [peak for peak in limits if _missing(peak, values) > 0]
         if not short:
             return {unknown: value for unknown, value in values.items() if value}
-        values = _first_that_helps(limits, len(short), _raised(short[0], values, steps))
+        trials = list(_raised(short[0], values, steps))
+        left = [sum(_missing(peak, trial) > 0 for peak in limits) for trial in trials]
+        # The first that helps, because the one that leaves the fewest divides a whole stream by what one tensor needs.
+        helps = (trial for trial, count in zip(trials, left, strict=True) if count < len(short))
+        values = next(helps, trials[left.index(min(left))])
     peak = short[0]
     raise NotImplementedError(
         f"to_fp16: {peak.module} ({peak.operation}, up to {peak.value:.3g}) fits into FP16 only where other tensors "
         "then do not: lower the margin, or keep this model in FP32"
     )
-
-
-def _first_that_helps(peaks: list[Peak], short: int, trials: Iterable[dict[int, int]]) -> dict[int, int]:
-    """Return the first values with which fewer than `short` peaks are too large, or those with the fewest.
-
-    The fewest alone would divide a whole stream by what one tensor beside it needs.
-    """
-    fewest: tuple[float, dict[int, int]] = (math.inf, {})
-    for trial in trials:
-        left = sum(_missing(peak, trial) > 0 for peak in peaks)
-        if left < short:
-            return trial
-        fewest = min(fewest, (left, trial), key=lambda each: each[0])
-    return fewest[1]
 
 
 def _missing(peak: Peak, values: dict[int, int]) -> float:
