@@ -15,6 +15,9 @@ from torch import Tensor
 NESTED = re.compile(r"\[\d+\]\[\d+\]")
 """Path of a tensor in a tuple within a tuple: a hidden state of a call with ``return_dict=False``."""
 
+HIDDEN = re.compile("hidden_state|pooler_output")
+"""Name of an output that may be part of a residual stream. SigLIP returns the last sum of its pooling head."""
+
 ENCODED = re.compile(r"\['(image|video|audio)_outputs'\]")
 """Path of a tensor that an encoder within the model computed, and that transformers returns since 5.24."""
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pasa.fp16 import factors, offsets, rules
-from pasa.fp16.containers import ENCODED, NESTED, float_leaves, opaque_leaves, replaced, shared_path
+from pasa.fp16.containers import ENCODED, HIDDEN, NESTED, float_leaves, opaque_leaves, replaced, shared_path
 from pasa.fp16.exponents import Equations, Form
 from pasa.fp16.names import Names
 from pasa.fp16.offloading import moves_unseen
@@ -326,7 +326,7 @@ class Tracer(TorchDispatchMode):
             self.returned.setdefault(name, set()).add(path)
             track = self.track(tensor)
             offsets.note_reads(self, [track], [])
-            inner = "hidden_state" in path or NESTED.match(path) or ENCODED.match(path)
+            inner = HIDDEN.search(path) or NESTED.match(path) or ENCODED.match(path)
             if track.constant or not (inner or isinstance(module, torch.nn.Embedding)):
                 self.pin(track, f"returns {path or 'it'}")
                 return tensor
