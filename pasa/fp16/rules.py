@@ -87,11 +87,21 @@ def _written(tracer: Tracer, target: Tensor, track: Track) -> Track:
     return written
 
 
-def hold_infinity(operands: Any) -> bool:
-    """Return whether infinity stands among the numbers, or in the tensors, that an operator takes."""
-    return any(
-        bool(leaf.isinf().any()) if isinstance(leaf, Tensor) else isinstance(leaf, float) and math.isinf(leaf)
-        for leaf in tree_leaves(operands)
+def mask_limit(name: str) -> float:
+    """Return from where on a magnitude in an operator's result is that of a mask.
+
+    It is infinity. Only `baddbmm` adds a mask to scores that no operator before it has computed, so that their peak can
+    be seen in its result alone.
+    """
+    return INFINITE if name == "baddbmm" else math.inf
+
+
+def hold_mask(operands: Any, limit: float) -> bool:
+    """Return whether a magnitude of at least `limit` is among an operator's numbers, or in its tensors."""
+    leaves = tree_leaves(operands)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return any(abs(leaf) >= limit for leaf in leaves if isinstance(leaf, float)) or any(
+        bool((tensor.abs() >= limit).any()) for tensor in tensors
     )
 
 

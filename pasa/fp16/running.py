@@ -217,7 +217,18 @@ def hook_islands(models: Models, plan: Plan, tracer: Tracer) -> Iterable[Any]:
 
 
 def _widen(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.float16 else each, (args, kwargs))
+    """Return arguments in FP32; scores there may pass the lowest number of FP16, so masks get that of FP32 for it."""
+
+    def wide(each: Tensor) -> Tensor:
+        return each.float() if each.dtype == torch.float16 else each
+
+    def wide_mask(mask: Tensor) -> Tensor:
+        if mask.dtype != torch.float16:
+            return mask
+        return mask.float().masked_fill(mask <= -LARGEST, torch.finfo(torch.float32).min)
+
+    named = {name: tree_map_only(Tensor, wide_mask if "mask" in name else wide, each) for name, each in kwargs.items()}
+    return tree_map_only(Tensor, wide, args), named
 
 
 class _Narrow:

@@ -244,8 +244,9 @@ class Tracer(TorchDispatchMode):
             if tensor.dtype == TRACED and tensor.numel() and not operation.forms and self.stack:
                 operation.forms = track.forms or ()
                 operation.peaks = track.peaks(tensor)
-                if bool(operation.peaks.isinf().any()) and rules.hold_infinity(operands):  # a mask, and no overflow
-                    operation.peaks = track.peaks(tensor, finite=True)
+                limit = rules.mask_limit(operation.name)
+                if bool((operation.peaks >= limit).any()) and rules.hold_mask(operands, limit):  # and no overflow
+                    operation.peaks = track.peaks(tensor, below=limit)
 
     @contextmanager
     def running(self) -> Iterator[Tracer]:

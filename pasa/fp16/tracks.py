@@ -62,9 +62,9 @@ class Track:
             return [tensor]
         return [tensor.transpose(self.dim, -1)[..., slice(*cut)] for cut in self.cuts]
 
-    def peaks(self, tensor: Tensor, *, finite: bool = False) -> Tensor:
-        """Return the largest magnitude of each part of a tensor; infinities are left out if `finite` is True."""
-        parts = [part.masked_fill(part.isinf(), 0) if finite else part for part in self.parts(tensor)]
+    def peaks(self, tensor: Tensor, *, below: float | None = None) -> Tensor:
+        """Return the largest magnitude of each part of a tensor; those from `below` on are left out."""
+        parts = [part if below is None else part.masked_fill(part.abs() >= below, 0) for part in self.parts(tensor)]
         return torch.stack([part.abs().amax().float() for part in parts])
 
 

@@ -71,6 +71,18 @@ def _image() -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
 
 
+def _images_and_text() -> dict[str, Any]:
+    return {**_image(), "input_ids": IDS}
+
+
+def padded_patches() -> dict[str, Any]:
+    """Return the patches of two images, of which the second has 12 and four of padding."""
+    patches = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 12:] = 0
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[4, 4], [4, 3]])}
+
+
 def _ids_alone() -> dict[str, Any]:
     return {"input_ids": IDS}
 
@@ -278,7 +290,29 @@ FAMILIES = {
         {"encoder.layers.0.mlp.fc2": 1e6, "encoder.layers.1.mlp.fc2": 1e6},
         _ids_alone,
     ),
-    "siglip_vision": Family("SiglipVisionModel", "SiglipVisionConfig", _VISION, {"layers.0.mlp.fc2": 1e6}, _image),
+    "siglip_vision": Family("SiglipVisionModel", "SiglipVisionConfig", _VISION, {"mlp.fc2": 1e6}, _image),
+    "siglip": Family(
+        "SiglipModel",
+        "SiglipConfig",
+        {
+            "vision_config": _VISION,
+            "text_config": {
+                **_TOWER,
+                **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1),
+                "vocab_size": 128,
+                "max_position_embeddings": 64,
+            },
+        },
+        {"mlp.fc2": 1e6, "out_proj": 1e4},
+        _images_and_text,
+    ),
+    "siglip2_vision": Family(
+        "Siglip2VisionModel",
+        "Siglip2VisionConfig",
+        {**_TOWER, "patch_size": 4, "num_patches": 16},
+        {"mlp.fc2": 1e6},
+        padded_patches,
+    ),
     "llava": Family(
         "LlavaForConditionalGeneration",
         "LlavaConfig",

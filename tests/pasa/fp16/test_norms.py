@@ -8,7 +8,7 @@ from torch import nn
 
 import pasa
 from tests.pasa.fp16.models import FAMILIES, large, outputs
-from tests.pasa.fp16.planned import distance, planned, scale
+from tests.pasa.fp16.planned import distance, largest_distance, planned, scale
 
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -84,6 +84,36 @@ def test_attention_that_cannot_be_patched_stays_in_fp32_if_its_scores_are_large(
     assert len(islands) == 2
     for name in islands:
         assert {each.dtype for each in model.get_submodule(name).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", ["siglip_vision", "siglip2_vision"])
+@pytest.mark.parametrize("factor", [7e2, 1e4])
+def test_a_pooling_head_with_large_scores_attends_in_fp32(family, factor):
+    """Story: padding was attended to in an FP32 module, because scores passed -65504, the lowest number of its mask.
+
+    In the scores that SigLIP 2's head computes and masks at once, the mask hid how large they are.
+    """
+    model = large(family)
+    with torch.no_grad():
+        model.head.attention.in_proj_weight.mul_(factor)
+    truth = outputs(model, family)
+    handle = pasa.to_fp16(model, lambda each: outputs(each, family))
+    assert [name for name, _ in handle.report().fp32] == ["head.attention"]
+    result = outputs(model, family)
+    assert result["['pooler_output']"].dtype == torch.float32
+    assert largest_distance(result, truth) < 5e-3
+
+
+def test_the_activation_of_a_pooling_head_stays_in_fp32_if_its_input_is_large():
+    """GELU follows no power of two; what the head's MLP returns does."""
+    model = large("siglip_vision")
+    with torch.no_grad():
+        model.head.mlp.fc1.weight.mul_(1e6)
+        model.head.mlp.fc2.weight.mul_(1e-6)
+    truth = outputs(model, "siglip_vision")
+    handle = pasa.to_fp16(model, lambda each: outputs(each, "siglip_vision"))
+    assert [name for name, _ in handle.report().fp32] == ["head.mlp"]
+    assert largest_distance(outputs(model, "siglip_vision"), truth) < 5e-3
 
 
 def test_attention_within_a_module_that_stays_in_fp32_is_not_patched():
