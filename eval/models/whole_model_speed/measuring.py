@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,12 +26,12 @@ from pasa.eval.models.whole_model_speed.arms import (
     memory,
     prepare,
 )
-from pasa.eval.models.whole_model_speed.subjects import KEPT, Phases, Record, Subject, overflow
+from pasa.eval.models.whole_model_speed.subjects import KEPT, SEED, Phases, Record, Subject, overflow
 from pasa.fp16.counting import EVERY
 
 Pair: TypeAlias = tuple[float, float | None]
 Times: TypeAlias = dict[str, dict[str, list[Pair]]]
-"""By arm and phase, for each time that it ran: milliseconds of wall time, and by CUDA events (None on a CPU)."""
+"""By arm and phase, for each turn: milliseconds of wall time, and by CUDA events (None on a CPU)."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def measure(subject: Subject, device: torch.device, turns: int, say: Callable[[s
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         original = subject.build().eval()
-    inputs = subject.inputs(original)
+    inputs = subject.inputs(original, SEED)
     names = [*COMMON, *subject.extra]
-    models = {each: prepare(each, original, subject, inputs) for each in (SOUND, SOUND_PATCHED)}
+    models = {each: prepare(each, original, subject, device) for each in (SOUND, SOUND_PATCHED)}
     fixture = overflow(subject, original, inputs)
     say(f"{subject.title}: converting")
-    models[CONVERTED] = prepare(CONVERTED, original, subject, inputs)  # first, because it needs most memory
-    models[REFERENCE] = prepare(REFERENCE, original, subject, inputs)
+    models[CONVERTED] = prepare(CONVERTED, original, subject, device)  # first, because it needs most memory
+    models[REFERENCE] = prepare(REFERENCE, original, subject, device)
     with whole_fp32():
         golden = Run(ARMS[REFERENCE], subject, models[REFERENCE].model, inputs, KEPT).first()
     say(f"{subject.title}: comparing with FP32")
@@ -81,7 +81,7 @@ def measure(subject: Subject, device: torch.device, turns: int, say: Callable[[s
     for name in names:
         arm = ARMS[name]
         if arm.precision not in models:
-            models[arm.precision] = prepare(arm.precision, original, subject, inputs)
+            models[arm.precision] = prepare(arm.precision, original, subject, device)
         record: Record = {"arm": name, "bytes": None, "nonfinite": None, "error": None}
         if arm.judged:
             record |= errors(Run(arm, subject, models[arm.precision].model, inputs, KEPT).first(), golden, subject)
@@ -121,10 +121,12 @@ def take_turns(runs: Mapping[str, Run], turns: int, device: torch.device) -> Tim
     """Time the phases of all runs, which must have compiled their kernels.
 
     In each turn every run begins anew. Phases alternate between the runs, in rotated order, so that drift affects all
-    alike: a step of decoding waits for the host, whose speed scatters.
+    alike: a step of decoding waits for the host, whose speed scatters. A turn's time is the median of its steps,
+    because ratios of single steps scatter more.
     """
     times: Times = {name: {} for name in runs}
     for turn in range(turns):
+        steps: Times = {name: {} for name in runs}
         begun = {name: run.begin() for name, run in runs.items()}
         place = turn
         while begun:
@@ -136,8 +138,17 @@ def take_turns(runs: Mapping[str, Run], turns: int, device: torch.device) -> Tim
                 if timed is None:
                     del begun[name]
                 else:
-                    times[name].setdefault(timed[0], []).append(timed[1])
+                    steps[name].setdefault(timed[0], []).append(timed[1])
+        for name, phases in steps.items():
+            for phase, pairs in phases.items():
+                times[name].setdefault(phase, []).append(middle(pairs))
     return times
+
+
+def middle(pairs: Sequence[Pair]) -> Pair:
+    """Return the medians of wall times and of times by CUDA events."""
+    events = [ms for _, ms in pairs if ms is not None]
+    return statistics.median(wall for wall, _ in pairs), statistics.median(events) if events else None
 
 
 def time_phase(phases: Phases, device: torch.device) -> tuple[str, Pair] | None:
@@ -155,15 +166,12 @@ def time_phase(phases: Phases, device: torch.device) -> tuple[str, Pair] | None:
 
 def summaries(times: Times, arm: str) -> list[Record]:
     """Return for each phase the median of both times, and the median of the turns' ratios to `SOUND`, plain FP16."""
-    return [
-        {
-            "phase": phase,
-            "wall_ms": statistics.median(wall for wall, _ in pairs),
-            "device_ms": None if pairs[0][1] is None else statistics.median(ms for _, ms in pairs if ms is not None),
-            "to_fp16": ratio(pairs, times[SOUND][phase])["median"],
-        }
-        for phase, pairs in times.get(arm, {}).items()
-    ]
+    records = []
+    for phase, pairs in times.get(arm, {}).items():
+        wall, events = middle(pairs)
+        beside = ratio(pairs, times[SOUND][phase])["median"]
+        records.append({"phase": phase, "wall_ms": wall, "device_ms": events, "to_fp16": beside})
+    return records
 
 
 def ratio(pairs: list[Pair], base: list[Pair]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from pasa.eval.models.whole_model.run import choose
 from pasa.eval.models.whole_model_speed.arms import BF16, CONVERTED, FP16, PATCHED, REFERENCE, SOUND_PATCHED
 from pasa.eval.models.whole_model_speed.measuring import measure
 from pasa.eval.models.whole_model_speed.report import report
-from pasa.eval.models.whole_model_speed.subjects import NEEDED, STEPS, SUBJECTS, TOKENS, Record
+from pasa.eval.models.whole_model_speed.subjects import NEEDED, SAMPLE_SEED, SEED, STEPS, SUBJECTS, TOKENS, Record
 
 MOST_TIME = MOST_MEMORY = 1.02  # of plain FP16's with the same attention
 LEAST_PSNR = 40.0  # dB
@@ -43,7 +43,14 @@ def run_whole_model_speed(
             torch.cuda.empty_cache()
     return {
         "gate": judge(records),
-        "settings": {"turns": turns, "tokens": TOKENS, "steps": STEPS, "needed": NEEDED},
+        "settings": {
+            "turns": turns,
+            "tokens": TOKENS,
+            "steps": STEPS,
+            "needed": NEEDED,
+            "seed": SEED,
+            "sample_seed": SAMPLE_SEED,
+        },
         "records": records,
         "note": "random weights; nothing was run on an NPU",
         "environment": describe(device, "transformers", "diffusers"),

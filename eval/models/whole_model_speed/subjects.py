@@ -17,7 +17,7 @@ from pasa.eval.models.whole_model.measuring import FP16_MAX, residual_peaks
 Record = dict[str, Any]
 Phases: TypeAlias = Iterator[tuple[str, Tensor]]
 
-SEED = 0
+SEED, SAMPLE_SEED = 0, 1  # of the inputs that are timed, and of those that the conversion measures peaks on
 TOKENS, STEPS, KEPT = 2048, 8, 256  # of a prompt; of decoding; positions whose logits are compared
 NEEDED = 4 * FP16_MAX  # magnitude that the residual stream reaches in a third of the blocks
 RESIDUAL = "SpatioTemporalResBlock"  # of the VAE
@@ -44,12 +44,12 @@ class Subject:
     build : callable
         Returns the model on torch's default device, in `dtype`.
     inputs : callable
-        Takes the model; returns the tensor that it is called with, on torch's default device.
+        Takes the model and a seed; returns the tensor that it is called with, on the model's device.
     run : callable
         Takes model, input and how many positions of logits to keep; yields the name and the result of each phase;
         a phase may be repeated.
     sample : callable
-        Takes the input; returns the sample for `pasa.to_fp16`.
+        Takes an input; returns it as the sample for `pasa.to_fp16`.
     blocks : callable
         Returns the modules that return the residual stream.
     writers : tuple of str
@@ -65,7 +65,7 @@ class Subject:
     title: str
     dtype: torch.dtype
     build: Callable[[], Any]
-    inputs: Callable[[Any], Tensor]
+    inputs: Callable[[Any, int], Tensor]
     run: Callable[[Any, Tensor, int], Phases]
     sample: Callable[[Tensor], Any]
     blocks: Callable[[Any], Sequence[Any]]
@@ -107,11 +107,11 @@ def psnr(frames: Tensor, golden: Tensor) -> Record:
     return {"psnr": 20 * math.log10(spread) - 10 * math.log10(worst) if worst else None}
 
 
-def random_ids(rows: int, tokens: int) -> Callable[[Any], Tensor]:
-    """Return a function of a model that draws token ids (rows, tokens)."""
+def random_ids(rows: int, tokens: int) -> Callable[[Any, int], Tensor]:
+    """Return a function of a model and a seed that draws token ids (rows, tokens)."""
 
-    def draw(model: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(SEED)
+    def draw(model: Any, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
         return torch.randint(model.config.vocab_size, (rows, tokens), generator=generator).to(model.device)
 
     return draw
@@ -203,9 +203,9 @@ def video_vae(title: str, sizes: Record, shape: tuple[int, int, int]) -> Subject
         device = torch.get_default_device()
         return AutoencoderKLTemporalDecoder(**sizes).to(device)  # torch.Tensor() ignores the default device
 
-    def draw(model: Any) -> Tensor:
+    def draw(model: Any, seed: int) -> Tensor:
         frames, height, width = shape
-        generator = torch.Generator().manual_seed(SEED)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randn(frames, model.config.latent_channels, height, width, generator=generator).to(model.device)
 
     return Subject(

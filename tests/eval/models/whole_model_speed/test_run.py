@@ -1,6 +1,7 @@
 """Whole models in small: fixtures that overflow, ways to run them, their times and the gate."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -20,7 +21,7 @@ T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 32, "d_ff": 96, "num_layers": 3,
 TINY = {
     "gemma-3-4b": subjects.gemma("tiny Gemma", {**SIZES, "head_dim": 32, "sliding_window": 16}, tokens=24),
     "qwen2-7b": subjects.qwen2("tiny Qwen2", SIZES, tokens=24),
-    "t5-xxl": subjects.t5("tiny T5", {**T5, "feed_forward_proj": "gated-gelu"}, rows=2, tokens=20),
+    "t5-xxl": subjects.t5("tiny T5", {**T5, "feed_forward_proj": "gated-gelu"}, rows=4, tokens=128),
     "svd-vae": subjects.video_vae("tiny VAE", VAE, (2, 8, 8)),
 }
 CPU = torch.device("cpu")
@@ -51,6 +52,27 @@ def test_a_model_that_overflows_runs_in_fp16_after_conversion(name, tiny):
     assert "All checks hold." in verdict(stored)
 
 
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_model_is_timed_on_another_input_than_it_was_converted_on(name, tiny, monkeypatch):
+    """Story: both were the same input, on which a value can hardly pass the margin that was measured there."""
+    subject, samples, timed = TINY[name], [], []
+
+    def sample(inputs):
+        samples.append(inputs)
+        return subject.sample(inputs)
+
+    def called(model, inputs, kept):
+        timed.append(inputs)
+        return subject.run(model, inputs, kept)
+
+    monkeypatch.setitem(TINY, name, dataclasses.replace(subject, sample=sample, run=called))
+    (record,) = run.run_whole_model_speed(subjects=[name], turns=1)["records"]
+    assert record["conversion"]["parameters"] > 0
+    (measured,) = samples
+    assert all(inputs.shape == measured.shape and not torch.equal(inputs, measured) for inputs in timed)
+    assert timed
+
+
 def test_frames_of_an_autoencoder_are_black_without_conversion(tiny):
     """The converted one is within 40 dB of FP32; converting it to FP32 for each run is the remedy of diffusers."""
     (record,) = run.run_whole_model_speed(subjects=["svd-vae"], turns=1)["records"]
@@ -73,7 +95,7 @@ def test_an_upcast_leaves_the_model_as_it_was():
     subject = TINY["svd-vae"]
     model = arms.cast(subject.build(), torch.float16)
     before = copy.deepcopy(model.state_dict())
-    (frames,) = dict(arms.upcast(subject.run, model, subject.inputs(model), 1)).values()
+    (frames,) = dict(arms.upcast(subject.run, model, subject.inputs(model, 0), 1)).values()
     assert frames.dtype == torch.float32
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.dtype == torch.float16
@@ -89,7 +111,7 @@ def test_frequencies_of_rotary_embeddings_keep_their_precision():
 def test_the_stream_passes_its_limit_in_a_third_of_the_blocks():
     subject = TINY["gemma-3-4b"]
     model = subject.build().eval()
-    ids = subject.inputs(model)
+    ids = subject.inputs(model, 0)
     fixture = subjects.overflow(subject, model, ids)
     with subjects.residual_peaks(subject.blocks(model)) as peaks, torch.no_grad():
         list(subject.run(model, ids, 1))
@@ -120,6 +142,18 @@ def test_counts_of_every_pass_and_of_none():
     with arms.counting_every(1):
         assert counting.EVERY == 1
     assert counting.EVERY == 16
+
+
+def test_a_turn_counts_the_median_of_its_steps():
+    """A step that the host held up does not count, nor does it change the number of turns."""
+    assert measuring.middle([(1.0, 2.0), (9.0, 3.0), (2.0, 8.0)]) == (2.0, 3.0)
+    assert measuring.middle([(1.0, None), (3.0, None)]) == (2.0, None)
+    subject = TINY["qwen2-7b"]
+    model = subject.build().eval()
+    with torch.no_grad():
+        runs = {"sound": measuring.Run(arms.ARMS["sound"], subject, model, subject.inputs(model, 0))}
+        times = measuring.take_turns(runs, 3, CPU)
+    assert {phase: len(pairs) for phase, pairs in times["sound"].items()} == {"prompt": 3, "step": 3}
 
 
 def test_overheads_weigh_the_pass_that_counts():
