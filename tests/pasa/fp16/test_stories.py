@@ -6,8 +6,8 @@ from torch import nn
 
 import pasa
 from pasa.fp16.conversion import Conversion
-from tests.pasa.fp16.models import IDS, large, outputs
-from tests.pasa.fp16.planned import largest_distance, planned
+from tests.pasa.fp16.models import FAMILIES, IDS, large, outputs
+from tests.pasa.fp16.planned import distance, largest_distance, planned
 
 
 def plan_of(model, family):
@@ -99,6 +99,28 @@ def test_hidden_states_that_leave_a_model_are_true(family):
     hidden = outputs(model, family)[state]
     assert hidden.dtype == torch.float32
     torch.testing.assert_close(hidden, truth, rtol=0, atol=5e-3 * truth.abs().max().item())
+
+
+def test_features_of_images_are_true_where_the_sample_asks_for_them():
+    """`get_image_features` returns the residual stream of SigLIP's pooling head; SigLIP itself norms it."""
+    model, inputs = large("siglip"), FAMILIES["siglip"].inputs()
+
+    def features(each):
+        images = inputs["pixel_values"].to(each.logit_scale.dtype)
+        with torch.no_grad():
+            each(**{**inputs, "pixel_values": images})
+            return each.get_image_features(images).pooler_output
+
+    truth = features(model)
+    assert truth.abs().max() > 65504
+    other = large("siglip")
+    pasa.to_fp16(other, inputs)
+    with pytest.raises(RuntimeError, match=r"vision_model is scaled .* inside of SiglipModel"):
+        features(other)
+    pasa.to_fp16(model, features)
+    result = features(model)
+    assert result.dtype == torch.float32
+    assert distance(result, truth) < 5e-3
 
 
 def test_gemma_norms_keep_one_plus_weight_in_fp32():
