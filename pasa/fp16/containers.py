@@ -21,13 +21,16 @@ HIDDEN = re.compile("hidden_state|pooler_output")
 ENCODED = re.compile(r"\['(image|video|audio)_outputs'\]")
 """Path of a tensor that an encoder within the model computed, and that transformers returns since 5.24."""
 
+_POOLED = re.compile(rf"^({ENCODED.pattern}\['pooler_output'\])\[\d+\]$")
+
 
 def shared_path(path: str) -> str:
     """Return one path for all entries of the list that holds the features of each image, video or sound of a call.
 
     Another call may pass another number of them, and one module computes them all.
     """
-    return re.sub(rf"^({ENCODED.pattern}\['pooler_output'\])\[\d+\]$", r"\1", path)
+    found = _POOLED.match(path)
+    return found[1] if found else path
 
 
 def float_leaves(value: Any, path: str = "") -> list[tuple[str, Tensor]]:

@@ -174,7 +174,7 @@ class Conversion:
         self._widened = widen_logits(self.models)
         watched = modules_to_watch(self.plan, self._tracer, self.margin)
         self._counters = counting.Counters(self.models, watched, list(self.plan.inputs), self.margin, self._entered)
-        self._hooks += self._counters.handles
+        self._hooks.append(self._counters)
         with NonFiniteWatch(self.models) as watch, editing.unchanged(self.models), torch.no_grad(), running.Seeded():
             try:
                 self.run()
