@@ -91,10 +91,10 @@ def to_fp16(
             conversion.patch = _patched(model_or_pipeline, models, conversion)
             conversion.widen_scores([name for name, *_ in patched_modules(models)])
             conversion.run_in_fp16()
+            conversion.mark(type(model_or_pipeline).__name__, keep=keep_original is not None)
         except BaseException:
             conversion.restore()
             raise
-        conversion.mark(type(model_or_pipeline).__name__, keep=keep_original is not None)
     return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 
