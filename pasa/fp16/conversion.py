@@ -99,10 +99,10 @@ class Conversion:
                 self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
         tracer = self._choose(tracer, cuts, epilogues.keys())
-        tensors = self._tensors()
-        shapes = {name: tensors[name].shape for name in editing.parameter_names(self.models)}
-        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
-        widen_owners(tracer, self.plan, dict(self._largest(shapes)))
+        parameters = {*editing.parameter_names(self.models)}
+        shapes = {name: tensor.shape for name, tensor in self._tensors().items() if name not in self._fixed}
+        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes, parameters)
+        widen_owners(tracer, self.plan, dict(self._largest(parameters)))
         self._set(lambda name, data: editing.scaled(name, self._narrow(name, data), self.plan))
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
