@@ -75,9 +75,10 @@ def to_fp16(
     The model is unchanged after an error. It is for inference: gradients of scaled parameters are scaled. A copy of the
     model, or a saved one, is scaled too, and neither counts values nor has its attention patched.
 
-    The converted model is called as the sample called it. A module within it raises an error if it is called on its
-    own, because its results are scaled. So does an input or a module that the sample did not use. A sample that is a
-    function can make several calls, for example one with ``input_ids`` and one with ``inputs_embeds``.
+    The converted model is called as the sample called it. A module within it, down to its layers, raises an error if it
+    is called on its own, because its results are scaled; modules inside of a layer do not. An input or a module that
+    the sample did not use raises an error too. A sample that is a function can make several calls, for example one with
+    ``input_ids`` and one with ``inputs_embeds``.
     """
     models = components_of(model_or_pipeline, "to_fp16")
     with running.plain(models):
@@ -91,10 +92,10 @@ def to_fp16(
             conversion.patch = _patched(model_or_pipeline, models, conversion)
             conversion.widen_scores([name for name, *_ in patched_modules(models)])
             conversion.run_in_fp16()
+            conversion.mark(type(model_or_pipeline).__name__, keep=keep_original is not None)
         except BaseException:
             conversion.restore()
             raise
-        conversion.mark(type(model_or_pipeline).__name__, keep=keep_original is not None)
     return Fp16Handle(conversion.report, conversion.undo, kept=keep_original is not None)
 
 

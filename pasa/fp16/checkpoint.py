@@ -179,21 +179,29 @@ class Powers:
     def as_dict(self) -> dict[str, Any]:
         """Return exponents e of the factors ``2**-e`` by tensor, where they are not 0.
 
-        A list of (start, stop, e) stands for parts of the rows.
+        A list of (start, stop, e) stands for parts of the rows, and one under "columns" for parts of the columns.
         """
         listed = {name: _exponents(factor) for name, factor in self.factors.items()}
         return {name: power for name, power in listed.items() if power != 0}
 
 
-def _exponents(factor: Tensor) -> int | list[list[int]]:
-    """Return the exponent of a tensor's factor, or a list of (start, stop, exponent) for parts of its rows."""
-    rows = factor.reshape(-1, factor.shape[-1])[:, 0] if factor.ndim > 1 else factor.reshape(-1)
-    if not rows.stride(0):
-        rows = rows[:1]
-    powers: list[int] = [-round(value) for value in rows.float().log2().tolist()]
+def _exponents(factor: Tensor) -> int | list[list[int]] | dict[str, list[list[int]]]:
+    """Return the exponent of a tensor's factor, or those of parts of its rows or columns; one dimension is cut."""
+    if not factor.numel():
+        return 0
+    table = factor.reshape(-1, factor.shape[-1] if factor.ndim > 1 else 1)
+    columns = _along(table[0])
+    return _along(table[:, 0]) if isinstance(columns, int) else {"columns": columns}
+
+
+def _along(line: Tensor) -> int | list[list[int]]:
+    """Return the exponent that all factors of a line have, or a list of (start, stop, exponent) for parts of it."""
+    if not line.stride(0):
+        line = line[:1]
+    powers: list[int] = [-round(value) for value in line.float().log2().tolist()]
     starts = [at for at in range(len(powers)) if at == 0 or powers[at] != powers[at - 1]]
-    if len(starts) <= 1:
-        return powers[0] if powers else 0
+    if len(starts) == 1:
+        return powers[0]
     return [[start, stop, powers[start]] for start, stop in zip(starts, [*starts[1:], len(powers)], strict=True)]
 
 

@@ -99,10 +99,10 @@ class Conversion:
                 self._hooks.append(editing.module_at(self.models, name).register_forward_hook(epilogues[name]))
             tracer = self._trace(cuts, epilogues=epilogues.keys())
         tracer = self._choose(tracer, cuts, epilogues.keys())
-        tensors = self._tensors()
-        shapes = {name: tensors[name].shape for name in editing.parameter_names(self.models)}
-        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes)
-        widen_owners(tracer, self.plan, dict(self._largest(shapes)))
+        parameters = {*editing.parameter_names(self.models)}
+        shapes = {name: tensor.shape for name, tensor in self._tensors().items() if name not in self._fixed}
+        self._unreached, self._unread = guards.scale_unreached(tracer, self.plan, shapes, parameters)
+        widen_owners(tracer, self.plan, dict(self._largest(parameters)))
         self._set(lambda name, data: editing.scaled(name, self._narrow(name, data), self.plan))
         editing.scale_constants(self.models, self.plan)
         self._scaled_constants = True
@@ -203,7 +203,7 @@ class Conversion:
     def mark(self, name: str, *, keep: bool) -> None:
         """Mark the model as scaled, and forget the original unless it is kept."""
         self._name = name
-        kept = {name: original().cpu() for name, original in self._original.items()} if keep else {}
+        kept = dict(self._copies()) if keep else {}
         if keep:  # accelerate makes tied weights several parameters when its hooks are removed
             kept |= {name: kept[first] for name, first in editing.tied_names(self.models)}
         self._original = {name: partial(torch.Tensor.detach, data) for name, data in kept.items()}
@@ -212,6 +212,14 @@ class Conversion:
             model.register_buffer(MARK, torch.ones((), dtype=torch.int64, device=device))
             for module in list(model.modules())[1:]:
                 setattr(module, MARK, True)
+
+    def _copies(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the original tensors in host memory, none of which the model can write to."""
+        tensors = self._tensors()
+        for name, original in self._original.items():
+            data, now = original().cpu(), self.weights.load(tensors[name])
+            shared = data.untyped_storage().data_ptr() == now.untyped_storage().data_ptr()  # stays as it was
+            yield name, data.clone() if shared else data
 
     def undo(self) -> None:
         """Restore parameters, epsilons and attention."""

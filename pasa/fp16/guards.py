@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -131,10 +131,22 @@ class _Unreached:
         )
 
 
-def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[list[str], list[str]]:
-    """Give parameters that the sample did not reach the powers of two of their siblings, such as other experts.
+def scale_unreached(
+    tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size], parameters: Set[str]
+) -> tuple[list[str], list[str]]:
+    """Give tensors and epsilons that the sample did not reach the powers of two of their siblings, as other experts.
 
-    Siblings are modules of one list, with the same parameters. They must agree, and hold no epilogue.
+    Siblings are modules of one list, with the same parameters and buffers. They must agree, and hold no epilogue.
+
+    Parameters
+    ----------
+    tracer : Tracer
+    plan : Plan
+        Takes the powers of two.
+    shapes : mapping of str to torch.Size
+        Shapes of the parameters and of the buffers that a checkpoint holds.
+    parameters : set of str
+        Which of them are parameters.
 
     Returns
     -------
@@ -143,27 +155,35 @@ def scale_unreached(tracer: Tracer, plan: Plan, shapes: Mapping[str, torch.Size]
     list of str
         Parameters that the sample did not reach, of modules that it did.
     """
+    harmless = {name for module, name in tracer.modules.items() if isinstance(module, HARMLESS_MODULES)}
+    shapes = {
+        name: shape
+        for name, shape in shapes.items()
+        if name in parameters or (shape.numel() > 1 and owner(name) not in harmless)
+    }
     missing = {name for name, shape in shapes.items() if name not in tracer.parameters and shape.numel() > 1}
     refused = _unreached_without_parameters(tracer)
     unread = []
     for name in sorted(missing):
         module = owner(name)
         if module in tracer.results:
-            unread += [name] if name not in tracer.aliased else []
+            unread += [name] if name in parameters - tracer.aliased else []
             continue
         if module in refused:
             continue
-        sibling = _sibling(name, missing, shapes, plan)
-        if sibling is None:
+        pair = _siblings(name, missing, shapes, parameters, plan)
+        if pair is None:
             refused.append(module)
             continue
-        if sibling in plan.scales:
-            plan.scales[name] = plan.scales[sibling]
-        if sibling in plan.offsets:
-            plan.offsets[name] = plan.offsets[sibling]
+        member, sibling = pair
+        other = sibling + name.removeprefix(member)
+        if other in plan.scales:
+            plan.scales[name] = plan.scales[other]
+        if other in plan.offsets:
+            plan.offsets[name] = plan.offsets[other]
         for place, power in list(plan.constants.items()):
-            if place.module == owner(sibling):
-                plan.constants[Constant(module, place.attribute)] = power
+            if contains(sibling, place.module):
+                plan.constants[Constant(member + place.module.removeprefix(sibling), place.attribute)] = power
     return refused, unread
 
 
@@ -182,13 +202,15 @@ def _unreached_without_parameters(tracer: Tracer) -> list[str]:
     ]
 
 
-def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], plan: Plan) -> str | None:
-    """Return the parameter of a sibling that was reached, if all such siblings have the same powers of two."""
+def _siblings(
+    name: str, missing: Set[str], shapes: Mapping[str, torch.Size], parameters: Set[str], plan: Plan
+) -> tuple[str, str] | None:
+    """Return the module of a list that holds a tensor, and one that was reached, if all such have the same powers."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if not part.isdigit():
             continue
-        head, tail = ".".join(parts[:index]), ".".join(parts[index + 1 :])
+        head = ".".join(parts[:index])
         member = f"{head}.{part}."
         if any(each.startswith(member) and each not in missing for each in shapes):
             continue  # partly reached: the list to look at is further inside
@@ -197,10 +219,9 @@ def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], pla
         alike = [
             f"{head}.{other}"
             for other in sorted(siblings)
-            if all(
-                shapes.get(f"{head}.{other}.{inner}") == shape and f"{head}.{other}.{inner}" not in missing
-                for inner, shape in layout.items()
-            )
+            if all(shapes.get(f"{head}.{other}.{inner}") == shape for inner, shape in layout.items())
+            and not any(f"{head}.{other}.{inner}" in missing & parameters for inner in layout)
+            and any(f"{head}.{other}.{inner}" not in missing for inner in layout)
         ]
         powers = [
             [(plan.scales.get(f"{each}.{inner}"), plan.offsets.get(f"{each}.{inner}")) for inner in layout]
@@ -208,6 +229,6 @@ def _sibling(name: str, missing: set[str], shapes: Mapping[str, torch.Size], pla
         ]
         followed = any(contains(each, epilogue) for each in alike for epilogue in (*plan.epilogues, *plan.prologues))
         if alike and not followed and all(each == powers[0] for each in powers):
-            return f"{alike[0]}.{tail}"
+            return f"{head}.{part}", alike[0]
         return None
     return None

@@ -173,10 +173,12 @@ class Weights:
             (module, hook, {name: _identity(hook, name) for name in _names(module, hook)})
             for _, module, hook in _align_hooks(self.models)
         ]
-        for module, hook, names in listed:
+        for module, hook, names in listed:  # all before the first module is changed, because data may not fit
             for name, source in names.items():
                 if source not in sources:
                     sources[source] = self._hold(module, hook, name)
+        for module, hook, names in listed:
+            for name, source in names.items():
                 _put(module, name, sources[source].tensor)
             here = list({id(held): held for held in (sources[source] for source in names.values())}.values())
             handles = [

@@ -148,13 +148,15 @@ class Writer:
 
     def _begin(self, fused: int, *, force: bool) -> None:
         """Make the folder ready: complete shards of an interrupted run with these settings are kept."""
-        before = _read(self.out / MANIFEST) if (self.out / MANIFEST).is_file() else {}
+        there = (self.out / MANIFEST).is_file()
+        before = _read(self.out / MANIFEST) if there else {}
         same = not before.get("complete") and before.get("settings") == self.settings
-        if before and not same and not force:
+        if there and not same and not force:
             raise FileExistsError(
                 f"to-fp16: {str(self.out)!r} holds part of another conversion: name another folder, or add --force"
             )
         if not same and self.out.is_dir():
+            (self.out / MANIFEST).unlink(missing_ok=True)  # first, because it vouches for the others
             for path in [*self.out.glob("*.safetensors"), *self.out.glob("*.safetensors.index.json")]:
                 path.unlink()
         check_space(self.source, self.folder, self.out, fused=fused, at_once=True)

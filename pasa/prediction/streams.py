@@ -181,7 +181,11 @@ class Reader:
         return weight, bias
 
     def attention(self, layer: Layer) -> Tensor:
-        """Return the largest magnitude of each element that attention adds to the stream, (d,)."""
+        """Return the largest magnitude of each element that attention adds to the stream, (d,).
+
+        It is infinite if FP16 may not hold the norm's result or the values, whatever the output projection makes of
+        them.
+        """
         norm = self._norm(f"{self.block(layer)}.{self.family.norm}", layer)
         output = f"{layer.name}.{self.writers.output}"
         columns = self.source.shape(f"{output}.weight")[0 if self.family.transposed else 1]
@@ -195,7 +199,8 @@ class Reader:
             raise ValueError(f"{self.source.label}: {layer.name} has values and an output that its heads do not fit")
         values = branches.affine(*value, norm)
         added = branches.attended(values, *self._read(output, columns), layer.heads, layer.kv_heads)
-        return self._fitting(output, added, norm)
+        held = float(torch.cat([branches.normed(norm), values.rows]).max()) <= FP16_MAX
+        return self._fitting(output, added if held else torch.full_like(added, math.inf), norm)
 
     def mlp(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """Return bounds on all that an MLP computes, (n,), and on each element that it adds to the stream, (d,)."""

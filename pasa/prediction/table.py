@@ -77,7 +77,8 @@ class StreamPrediction:
     layer : str
         Path of the layer, or of the model.
     residual : float
-        Bound on the residual stream within the layer and after it, for every input; infinite if there is none.
+        Bound on the residual stream within the layer and after it, for every input; infinite if there is none, as
+        behind attention whose values may pass 65504.
     mlp : float
         Bound on what the MLP reads, on gate and up, and on their product.
     verdict : {"safe", "not proven"}

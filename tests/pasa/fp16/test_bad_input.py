@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import pasa
+from pasa.fp16.conversion import Conversion
 from tests.pasa.fp16.models import large
 
 IDS = torch.arange(20)[None]
@@ -243,6 +244,16 @@ def test_compiled_models(model):
         pasa.to_fp16(torch.compile(model, backend="eager"), SAMPLE)
     with pytest.raises(TypeError, match="is compiled"):
         pasa.to_fp16(torch.jit.script(torch.nn.Linear(3, 3)), torch.zeros(1, 3))
+
+
+def test_host_memory_that_ends_while_the_original_is_kept(model, monkeypatch):
+    """Story: the model stayed in FP16, with its hooks, and there was no handle to undo it."""
+
+    def copies(conversion):
+        raise MemoryError("no room for the original")
+
+    monkeypatch.setattr(Conversion, "_copies", copies)
+    refused(MemoryError, "no room", model, SAMPLE, keep_original="cpu")
 
 
 def test_a_second_call(model):

@@ -81,6 +81,25 @@ class Averages(Stream):
         return self.head(self.norm(stream) + self.norm(self.mean))
 
 
+def test_undo_restores_a_buffer_that_no_checkpoint_holds():
+    """Story: such a buffer shared its memory with the kept original, and calls wrote to both."""
+
+    class Counts(Stream):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(2), persistent=False)
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return super().forward(x)
+
+    model = Counts()
+    with pasa.to_fp16(model, {"x": X}, keep_original="cpu"):
+        run(model, X)
+        assert model.calls.tolist() == [1, 1]
+    assert model.calls.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_that_a_forward_pass_writes_is_not_that_of_the_sample(dtype):
     """Story: the traces wrote to the buffers of a model in BF16, and `undo` restored what they had written."""

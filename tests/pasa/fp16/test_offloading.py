@@ -10,6 +10,7 @@ from accelerate.utils import OffloadedWeightsLoader
 from torch import nn
 
 import pasa
+from pasa.fp16 import offloading
 from tests.pasa.fp16.diffusion_models import FAMILIES as DIFFUSION
 from tests.pasa.fp16.models import FAMILIES, large, outputs
 from tests.pasa.fp16.test_diffusion_pipelines import build, models, run
@@ -118,6 +119,19 @@ def test_an_error_leaves_the_weights_where_they_were(failing):
         pasa.to_fp16(model, IDS + (1000 if failing == "sample" else 0))
     same(weights(model), data)
     assert all(each.is_meta for each in model.parameters())
+
+
+def test_a_weight_of_another_shape_leaves_all_modules_offloaded():
+    """Story: the modules before it lost their hooks' offloading, and the model could not be called any more."""
+    model = large("qwen2")
+    accelerate.cpu_offload(model, "cpu")
+    places, key = offloading._place(model.model.layers[1].mlp.up_proj._hf_hook, "weight")
+    whole, places[key] = places[key], places[key][:, :-1]
+    with pytest.raises(ValueError, match=r"up_proj\.weight has the shape \(64, 31\), .* \(64, 32\)"):
+        pasa.to_fp16(model, IDS)
+    places[key] = whole
+    assert all(each.is_meta for each in model.parameters())
+    same(outputs(model, "qwen2"), outputs(large("qwen2"), "qwen2"))
 
 
 def test_an_offloaded_weight_that_is_infinite():

@@ -199,6 +199,46 @@ def test_experts_that_the_sample_does_not_reach_are_scaled_like_their_siblings()
         torch.testing.assert_close(model(ids).float(), truth, rtol=0, atol=5e-3)
 
 
+class Norm(nn.Module):
+    """A norm without parameters, whose epsilon matters."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e10
+
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Stages(nn.Module):
+    """Adds a stage of a list, chosen by the caller, to a stream that reaches 1e6."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head, self.norm = nn.Linear(8, 8), nn.Linear(8, 4), Norm()
+        self.stages = nn.ModuleList(nn.Sequential(Norm(), nn.Linear(8, 8)) for _ in range(3))
+        with torch.no_grad():
+            for each in (self.first, *(stage[1] for stage in self.stages)):
+                each.weight.mul_(5e5)
+        for stage in self.stages:
+            stage.register_buffer("shift", torch.randn(8) * 3e4)
+
+    def forward(self, x, stage):
+        chosen, stream = self.stages[stage], self.first(x)
+        return self.head(self.norm(stream + chosen(stream) + chosen.shift))
+
+
+def test_buffers_and_epsilons_of_modules_that_the_sample_does_not_reach():
+    """Story: parameters alone took the powers of their siblings, and outputs were wrong by their own size."""
+    model, x = Stages(), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        truth = [model(x, stage) for stage in range(3)]
+        pasa.to_fp16(model, {"x": x, "stage": 0})
+        for stage in range(3):
+            torch.testing.assert_close(model(x, stage).float(), truth[stage], rtol=0, atol=5e-3)
+
+
 def test_modules_without_siblings_that_the_sample_does_not_reach_are_refused():
     model, ids = experts(), torch.arange(4)[None]
     convert(model, lambda: model(ids))

@@ -133,6 +133,21 @@ def test_each_head_reads_its_own_values():
     assert predict_overflow(model, streams=True).streams[-1].residual < 0.01 * row.residual
 
 
+@pytest.mark.parametrize("large", ["v_proj", "input_layernorm"])
+def test_values_beyond_fp16_are_not_proven_safe(large):
+    """Story: values passed 65504, an output projection made them small again, and all was called safe."""
+    model = build("llama", scale=0.05)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if large in name:
+                parameter.mul_(1e8)
+            if "o_proj" in name or (large == "input_layernorm" and ("v_proj" in name or "q_proj" in name)):
+                parameter.mul_(1e-8)
+    assert {row.verdict for row in predict_overflow(model, streams=True).streams} == {"not proven"}
+    with torch.no_grad():
+        assert not model.half()(IDS).logits.isfinite().all()
+
+
 def test_roundings_of_subnormal_numbers_are_in_the_bounds():
     """Story: roundings were taken as relative; an FP16 number of 0.51 steps of 2^-24 is stored as one step."""
     step = 2.0**-24

@@ -18,7 +18,8 @@ from pasa.eval.kit import model_folder
 from pasa.eval.models.to_fp16 import run
 from pasa.eval.models.to_fp16.run import run_to_fp16
 from pasa.fp16 import offloading, writing
-from pasa.fp16.checkpoint import CheckpointConversion
+from pasa.fp16.checkpoint import CheckpointConversion, powers_of
+from pasa.fp16.planning import Plan
 from tests.pasa.fp16.checkpoints import FAMILIES, HEADS, SIZES, build, contents, save, tokenizer
 
 DEEP = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256}
@@ -302,6 +303,23 @@ def test_places_that_cannot_be_written_are_refused_in_one_line(qwen2, tmp_path, 
     assert "no file" in refused("to-fp16", str(qwen2), str(tmp_path / "out"), "--sample", "no file")
     assert "GGUF" in refused("to-fp16", str(tmp_path / "model.gguf"), str(tmp_path / "out"))
     assert "not a folder" in refused("to-fp16", str(tmp_path / "nothing"), str(tmp_path / "out"))
+
+
+def test_a_manifest_that_cannot_be_read_protects_its_checkpoint(qwen2, tmp_path, refused):
+    """Story: the weights beside it were deleted without --force."""
+    run_to_fp16(str(qwen2), str(tmp_path), skip_check=True)
+    (tmp_path / writing.MANIFEST).write_text('{"complete": tr')
+    before = contents(tmp_path)
+    assert "add --force" in refused("to-fp16", str(qwen2), str(tmp_path), "--skip-check")
+    assert contents(tmp_path) == before
+
+
+def test_powers_of_columns_are_listed():
+    """Story: GPT-2 stores weights transposed, so its values are columns, and the powers of those were not listed."""
+    model, name = build("gpt2"), "transformer.h.0.attn.c_attn"
+    plan = Plan(scales={f"{name}.weight": [(-1, (64, 96, 1), 3)], f"{name}.bias": [(-1, (64, 96, 1), 3)]})
+    parts = [[0, 64, 0], [64, 96, 3]]
+    assert powers_of(model, plan).as_dict() == {f"{name}.weight": {"columns": parts}, f"{name}.bias": parts}
 
 
 def test_force_replaces_a_converted_checkpoint(qwen2, tmp_path, refused):
