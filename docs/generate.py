@@ -258,6 +258,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": speed_report.readme_decode,
     "paged": speed_report.readme_paged,
     "guards": speed_report.readme_guards,
+    "data": speed_report.readme_data,
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),
     "soak_sdpa": partial(random_calls, "soak_sdpa"),

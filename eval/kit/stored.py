@@ -19,6 +19,7 @@ RESULTS = {
     "speed": ROOT / "eval/speed/results/speed.json",
     "paged": ROOT / "eval/speed/results/paged/speed.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
+    "data": ROOT / "eval/speed/results/data/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",
     "fuzz": ROOT / "eval/random_calls/results/fuzz.json",
     "soak": ROOT / "eval/random_calls/results/soak.json",

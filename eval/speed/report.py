@@ -273,3 +273,27 @@ def readme_guards() -> str:
     header = ["case", "without ms", "guarded ms", "ratio", "host µs without", "host µs", "RMSE without", "RMSE"]
     method = f"Backend `sdpa` beside the kernel that it guards; decoding and short cases in a CUDA graph. {METHOD}"
     return f"{method} {biases(result)}.\n\n{Table('', header, rows).markdown()}\n\n{source(result)}"
+
+
+def readme_data() -> str:
+    """Return how fast prefill and decoding are beside cuDNN for each kind of data, for docs/evidence-speed.md."""
+    result = stored("data")
+    rows = []
+    for case in (each["name"] for each in result["cases"] if "+" not in each["name"]):
+        ratios = {}
+        for each in (each for each in result["cases"] if each["name"].partition("+")[0] == case):
+            graph, eager = (lines(result, each["name"], how) for how in ("graph", "eager"))
+            ratios[each["data"]] = (graph or eager)["pasa"]["to_cudnn"]
+        worst = min(ratios, key=ratios.__getitem__)
+        rows.append(
+            [
+                case,
+                *(f"{ratios[data]:.2f}" for data in ("randn", "recorded", worst)),
+                worst,
+                f"{max(ratios.values()):.2f}",
+            ]
+        )
+    kinds = len({each["data"] for each in result["cases"]})
+    header = ["case", "N(0, 1)", "recorded", "slowest data", "which", "fastest"]
+    method = f"Speed of pasa as times that of cuDNN, for {kinds} kinds of data; short calls in a CUDA graph. {METHOD}"
+    return f"{method}\n\n{Table('', header, rows).markdown()}\n\n{source(result)}"
