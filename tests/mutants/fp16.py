@@ -109,8 +109,8 @@ FP16 = [
     mutant(
         "tied weights that are offloaded are scaled apart",
         OFFLOADING,
-        "if source not in sources:",
-        "if True:",
+        "(module, hook, {name: _identity(hook, name) for",
+        "(module, hook, {name: (id(module), name) for",
         "tests/pasa/fp16/test_offloading.py::test_host_memory_holds_fp16_alone",
     ),
     mutant(
