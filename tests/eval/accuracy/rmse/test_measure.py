@@ -99,6 +99,14 @@ def test_verdict_names_case_seed_mode_gate_and_number() -> None:
     assert measure.verdict([entry | {"arithmetic": "partial"}])["passed"], "only the default arithmetic decides"
 
 
+def test_a_verdict_says_first_that_what_is_required_holds() -> None:
+    """Story: the first line of the demonstration read like a failure, because gate (c) alone fails, which is shown."""
+    failure = {"case": "hybrid(0,10)", "seed": 0, "overflow": "inf", "why": "(c) ratios rmse 1.57 (limit 1.3)"}
+    said = report.verdict({"gate": {"passed": True, "arithmetic": "pasa-exact", "failures": [failure]}})
+    assert said.startswith("pasa-exact passes in all runs: nothing overflows (a)")
+    assert "(c), which does not decide, fails on 1 of its runs:\n  hybrid(0,10), seed 0, inf: (c) ratios" in said
+
+
 def test_gates_catch_a_bad_arithmetic() -> None:
     """The published recovery with too small a beta: scores of 115,000 stay."""
     bad = Arithmetic("bad", pasa.PasaConfig(recovery="paper", beta=0.0), "no shift at all")
