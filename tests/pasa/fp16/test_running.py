@@ -103,17 +103,22 @@ def test_a_call_that_fails_leaves_the_guards_in_place(model):
         model.model.layers[1](hidden)
 
 
+def interrupt(model, error):
+    """Let an error end a forward pass that compares."""
+
+    def stop(*_):
+        raise error
+
+    handle = model.model.norm.register_forward_pre_hook(stop)
+    with pytest.raises(error):
+        run(model)
+    handle.remove()
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_interrupted_pass_leaves_no_hooks_behind(model, error):
     pasa.to_fp16(model, SAMPLE)
-
-    def interrupt(*_):
-        raise error
-
-    stop = model.model.norm.register_forward_pre_hook(interrupt)
-    with pytest.raises(error):
-        run(model)
-    stop.remove()
+    interrupt(model, error)
     if error is KeyboardInterrupt:  # which torch lets pass without calling a hook
         assert hooked(model) > 0
         run(model)
@@ -122,14 +127,7 @@ def test_an_interrupted_pass_leaves_no_hooks_behind(model, error):
 
 def test_undo_after_an_interrupted_pass_leaves_no_hooks_behind(model):
     handle = pasa.to_fp16(model, SAMPLE, keep_original="cpu")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    stop = model.model.norm.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(model)
-    stop.remove()
+    interrupt(model, KeyboardInterrupt)
     handle.undo()
     assert hooked(model) == 0
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
