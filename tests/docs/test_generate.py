@@ -29,7 +29,6 @@ MISSED = {
     "whole_amplified": ["amplified_top1"],
     "whole_smollm2": ["smollm2_top1"],
     "backends on h200": ["triton on hybrid(0,10)"],
-    "whole_model on qwen2-7b": ["qwen2-7b_time"],
 }
 """What a stored run missed of its gate. Its page says so, and why."""
 
