@@ -118,17 +118,24 @@ DECODING = [
     mutant(
         "lanes: the check of all keys is lost",
         LANES,
-        "highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)",
+        "highest = tl.minimum(0.99 * highest * highest - D * 2.0**-25, FP32_MAX)",
         "highest = FP32_MAX",
         OF_DECODE + "test_a_long_key_beside_ordinary_ones",
     ),
     mutant(
         "lanes: keys may be as far from an anchor as scores allow",
         LANES,
-        "tl.abs(b_anchor.to(tl.float32)) * 0.5)",
-        "tl.abs(b_anchor.to(tl.float32)) * 5.0)",
+        "b_half = tl.abs(b_anchor.to(tl.float32)) * 0.5",
+        "b_half = tl.abs(b_anchor.to(tl.float32)) * 5.0",
         CORNERS + "test_an_anchor_that_would_round_a_key",
         OF_DECODE + "test_a_difference_that_fp16_would_round",
+    ),
+    mutant(
+        "lanes: a column with an anchor counts in its own unit",
+        LANES,
+        "b_weight = (b_weight * b_weight + 2.0**-24).to(tl.float16)",
+        "b_weight = (b_weight * 0.0 + 1.0).to(tl.float16)",
+        OF_DECODE + "test_one_pass_serves_these_data",
     ),
     mutant(
         "lanes: a key that fails a bound marks its lane only if its score is far above all others",
@@ -154,8 +161,8 @@ DECODING = [
     mutant(
         "lanes: FP16 cannot hold the square of a long key",
         LANES,
-        "SHRINK = tl.constexpr(2.0**-8)",
-        "SHRINK = tl.constexpr(1.0)",
+        "unit = tl.minimum(tl.maximum(longest / ANCHOR_LIMIT, 2.0**-8), 2.0**15).to(tl.float16)",
+        "unit = longest.to(tl.float16)",
         OF_DECODE + "test_one_pass_serves_these_data",
     ),
     mutant(

@@ -225,7 +225,8 @@ def decode_kernel(
 ):
     """Attend within one split of one key head: all its query rows against `keys_each` keys."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EXACT:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
@@ -291,6 +292,8 @@ def decode_kernel(
             mark = 1
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 mark, D, D_PAD, BLOCK_M)  # fmt: skip
+    if PDL and not EXACT:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

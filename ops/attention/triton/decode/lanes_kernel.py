@@ -24,7 +24,8 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG
 
 OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once
 FP32_MAX = tl.constexpr(3.4028234e38)
-SHRINK = tl.constexpr(2.0**-8)  # of keys, so that FP16 holds the square of each
+# The square of a product from here on overflows in FP16, also after two roundings.
+OVERFLOWS = tl.constexpr(256.25)
 # Nats below the maximum: 2^17 keys there have weights of 2^-17 together, 2^-6 of the rounding of one weight to FP16.
 NEGLIGIBLE = tl.constexpr(24.0)
 SUM_ERROR = tl.constexpr(2.0**-19)  # of |q| |k|: of an FP32 sum of up to 128 products (README.md, "Decoding")
@@ -56,10 +57,10 @@ def attend_lanes(
 ):  # fmt: skip
     """Attend to one block of LANES * BLOCK_N keys every `step`, and return the state of every lane.
 
-    This is b_max, b_sum (L, M) and b_acc (L, M, D). b_worst (L, M, N) is the largest score of keys that fail a bound,
-    as far as its error of at most 1 nat may raise it. It is infinite for a larger error, for a key or value that is not
-    finite, and for a difference k - a that may be rounded. b_q (M, D); longest: largest norm of a query, in nats.
-    p_frame: a, in memory so that the loop can load it in the layout of the dot.
+    This is b_max, b_sum (L, M) and b_acc (L, M, D). b_worst (L, M, N) is the largest score of keys that fail a bound.
+    It is infinite if the score may err by more than 1 nat, for a key or value that is not finite, and for a difference
+    k - a that may be rounded. b_q (M, D); longest: largest norm of a query, in nats. p_frame: a, in memory so that the
+    loop can load it in the layout of the dot.
     """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -72,18 +73,29 @@ def attend_lanes(
         o_row = tl.zeros((1, 1), tl.int32)
     o_k = o_row[:, None, :] * stride_kn + o_d[None, :, None]  # (L, D, N): transposed as it is read
     o_v = o_row[:, :, None] * stride_vn + o_d[None, None, :]
-    if ANCHORED:
-        b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)[None, :, None]
-        # Below it k is between a / 2 and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k.
-        b_reach = tl.where(b_anchor == 0.0, INF, tl.abs(b_anchor.to(tl.float32)) * 0.5).to(tl.float16)
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
-    b_ones = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
     factor = scale * LOG2_E
-    # FP16 rounds squares by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
-    limit = ANCHOR_LIMIT / tl.maximum(longest, 1e-30) * SHRINK
-    highest = tl.minimum(0.99 * limit * limit - D * 2.0**-25, FP32_MAX)
-    slack = longest / scale * (SUM_ERROR / SHRINK)
-    extreme = SHRINK / (SUM_ERROR * tl.maximum(longest, 1e-30))
+    # Squares are in units of the longest key within the bound. FP16 holds 256^2 of them; a longer key has a score that
+    # may err by more than 1 nat. In a column with an anchor, the unit is so short that squares overflow from |a| / 2
+    # on. Below it k is between a / 2 and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k. Weights
+    # undo the shorter unit. They are rounded up, which adds less than 2^-7 for each column.
+    unit = tl.minimum(tl.maximum(longest / ANCHOR_LIMIT, 2.0**-8), 2.0**15).to(tl.float16)
+    if ANCHORED:
+        b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)
+        b_half = tl.abs(b_anchor.to(tl.float32)) * 0.5
+        b_unit = tl.where(b_half == 0.0, unit, tl.maximum(unit.to(tl.float32), OVERFLOWS / b_half)).to(tl.float16)
+        b_weight = unit.to(tl.float32) / b_unit.to(tl.float32)
+        b_weight = (b_weight * b_weight + 2.0**-24).to(tl.float16)
+        b_weights = tl.broadcast_to(b_weight[None, None, :], (LANES, BLOCK_M, D_PAD))
+        b_anchor = b_anchor[None, :, None]
+        b_unit = b_unit[None, :, None]
+    else:
+        b_unit = unit
+        b_weights = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
+    # FP16 rounds four times by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
+    highest = ANCHOR_LIMIT / tl.maximum(longest, 1e-30) * unit.to(tl.float32)
+    highest = tl.minimum(0.99 * highest * highest - D * 2.0**-25, FP32_MAX)
+    extreme = unit.to(tl.float32) / (SUM_ERROR * tl.maximum(longest, 1e-30))
     extreme = tl.minimum(extreme * extreme, FP32_MAX)
     for start in range(begin, end, step):
         at = tl.cast(start, tl.int64)
@@ -103,11 +115,8 @@ def attend_lanes(
             b_k = b_k - b_anchor
             if HIDES:
                 b_k = tl.where(m_n[:, None, :], b_k, 0.0).to(tl.float16)  # padding fails no bound
-        b_square = b_k * SHRINK
-        b_square = b_square * b_square
-        if ANCHORED:
-            b_square = tl.where(tl.abs(b_k) < b_reach, b_square, INF).to(tl.float16)
-        b_far = tl.dot(b_ones, b_square)
+        b_square = b_k * b_unit
+        b_far = tl.dot(b_weights, b_square * b_square)
         b_s = tl.dot(b_queries, b_k)
         if HIDES:
             m_seen = m_n[:, None, :] & (o_query >= 0)[None, :, None]
@@ -134,7 +143,7 @@ def attend_lanes(
         if HIDES:  # rows see different keys, and 0 * NaN is NaN
             finite = tl.min(tl.where(tl.abs(b_v.to(tl.float32)) <= FP16_MAX, 1, 0), 2) > 0
             b_far = tl.where(finite[:, None, :], b_far, INF)
-        b_bad = tl.where(b_far <= extreme, b_s + tl.sqrt(b_far) * slack, INF)
+        b_bad = tl.where(b_far <= extreme, b_s, INF)
         b_worst = tl.maximum(b_worst, tl.where(b_far <= highest, -INF, b_bad))
         b_acc = tl.dot(b_p, b_v, b_acc * alpha[:, :, None])
     return b_max, b_sum, b_acc, b_worst
@@ -214,7 +223,7 @@ def attend_program(
         )  # fmt: skip
     # A row may need the exact pass if a key that failed a bound may have weight. If FP16 rounds all other weights to 0,
     # they are 16 nats below, and the row's maximum is known up to an error.
-    b_worst = tl.max(b_worst, 2)
+    b_worst = tl.max(b_worst, 2) + 1.0 / scale
     m_bad = b_worst > b_max - NEGLIGIBLE / scale
     m_alone = (b_sum == 1.0) & (b_worst < INF)
     error = tl.where(m_bad, tl.where(m_alone, tl.maximum(b_worst - b_max, 0.0), INF), 0.0)
@@ -320,7 +329,8 @@ def decode_lanes_kernel(
 ):
     """Attend as one of `splits` programs of one key head, or as one lane of a program if EXACT."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EXACT:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_program = tl.program_id(0)
     if EXACT:
@@ -345,3 +355,5 @@ def decode_lanes_kernel(
             splits, tl.maximum(keys - rows + 1 if CAUSAL else keys, 0), keys, stride_qb, stride_qh, stride_qm,
             stride_kn, stride_vn, p_k, 0, 0, group, rows, scale, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
         )  # fmt: skip
+    if PDL and not EXACT:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -60,7 +60,7 @@ CASES = [
             f"lanes_{arch}_d{dim}_of_{page}" + "_bare" * bare + "_exact" * exact,
             {"ANCHORED": not bare, "EXACT": exact, "LANES": 4, "PAGE": page, "PDL": arch == 90}
             | sizes_of(dim, 16, 2048 // dim),
-            **on_arch(arch, 1 if exact else 4, 1 if exact else 5 if arch == 89 else 7),
+            **on_arch(arch, 1 if exact else 4, 1 if exact else 3 if arch == 89 else 7),
         )
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 16), (90, 128, 16), (90, 128, 128))
         for bare, exact in ((False, False), (False, True), (True, False))

@@ -82,7 +82,8 @@ def decode_paged_kernel(
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EXACT:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
@@ -143,6 +144,8 @@ def decode_paged_kernel(
             mark = 1
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 mark, D, D_PAD, BLOCK_M)  # fmt: skip
+    if PDL and not EXACT:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
@@ -184,7 +187,8 @@ def decode_lanes_paged_kernel(
 ):
     """Attend as one of `splits` programs of one key head, for sequences with one query each."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EXACT:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     o_program = tl.program_id(0)
     if EXACT:
@@ -211,3 +215,5 @@ def decode_lanes_paged_kernel(
             splits, keys, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages, stride_kp, stride_vp,
             group, 1, scale, ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
+    if PDL and not EXACT:
+        tl.extra.cuda.gdc_launch_dependents()

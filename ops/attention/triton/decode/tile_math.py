@@ -41,8 +41,11 @@ def load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_
     """Load the sampled keys (SAMPLES, D) of a head."""
     o_n = sampled_keys(keys)
     o_d = tl.arange(0, D_PAD)
-    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[:, None] + o_d[None, :]
-    return tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float16)
+    # Transposed and without vectors, so that a thread holds all samples of a column, which are reduced again and again.
+    p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[None, :] + o_d[:, None]
+    p_tile = tl.max_contiguous(p_tile, [1, 1])
+    b_k = tl.load(p_tile, mask=(o_n < keys)[None, :] & (o_d < D)[:, None], other=0.0)
+    return tl.trans(b_k.to(tl.float16))
 
 
 @triton.jit
@@ -72,10 +75,22 @@ def mean_of_third(b_k, m_seen, third):
 def choose_anchor(b_k, m_seen, longest):
     """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
 
+    It is 0 everywhere if scores are small anyway. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys
+    must be tested against the anchor.
+    """
+    square = tl.max(tl.sum(tl.where(m_seen[:, None], b_k * b_k, 0.0), 1), 0)
+    anchor = tl.zeros_like(tl.max(b_k, 0))
+    if tl.sqrt(square) * longest > 0.5 * ANCHOR_LIMIT:
+        anchor = anchor_of_samples(b_k, m_seen)
+    return anchor
+
+
+@triton.jit
+def anchor_of_samples(b_k, m_seen):
+    """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
+
     In each column it is the mean of the samples near the median of the means of three thirds, so that some unlike keys,
-    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if scores are small anyway, or
-    if few samples are seen. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys must be tested against
-    the anchor.
+    such as attention sinks, do not move it. It is 0 where samples differ, and everywhere if few samples are seen.
     """
     b_low = mean_of_third(b_k, m_seen, 0)
     b_high = mean_of_third(b_k, m_seen, 1)
@@ -86,7 +101,5 @@ def choose_anchor(b_k, m_seen, longest):
     m_near = m_seen[:, None] & (tl.abs(b_k - anchor[None, :]) <= NEAR * tl.abs(anchor)[None, :])
     seen = tl.sum(tl.where(m_seen, 1, 0), 0)
     steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, SAMPLES // 2)
-    square = tl.max(tl.sum(tl.where(m_seen[:, None], b_k * b_k, 0.0), 1), 0)
-    # half of an anchor must be an FP16 number, too
-    anchor = tl.where(steady & (tl.abs(anchor) >= 2.0**-10), anchor, 0.0)
-    return tl.where(tl.sqrt(square) * longest > 0.5 * ANCHOR_LIMIT, anchor, 0.0)
+    # half of an anchor must be an FP16 number, and so must 512.5 divided by an anchor be (lanes_kernel.py)
+    return tl.where(steady & (tl.abs(anchor) >= 2.0**-6), anchor, 0.0)
