@@ -62,8 +62,9 @@ def activate(key: str = "CUDA") -> Handle:
     """
     kernels = Kernels(key)
     library = torch.library.Library("aten", "IMPL")
-    library.impl(FORWARD, kernels.forward, key, with_keyset=True)
-    library.impl(BACKWARD, kernels.backward, key, with_keyset=True)
+    # Another library may have replaced them before.
+    library.impl(FORWARD, kernels.forward, key, with_keyset=True, allow_override=True)
+    library.impl(BACKWARD, kernels.backward, key, with_keyset=True, allow_override=True)
     return Handle(library)
 
 

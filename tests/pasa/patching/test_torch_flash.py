@@ -59,7 +59,7 @@ def test_torchs_registry():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(FLASH.default.name(), "CUDA")
         attention.restore_flash_attention_impl()
         assert attention.current_flash_attention_impl() is None
-        if not torch.cuda.is_available():
+        if torch.version.cuda is None:  # otherwise the operator has torch's own kernel
             assert not torch._C._dispatch_has_kernel_for_dispatch_key(FLASH.default.name(), "CUDA")
     finally:
         attention._registry._FLASH_ATTENTION_IMPLS.pop("PASA", None)
