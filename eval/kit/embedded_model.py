@@ -91,8 +91,8 @@ def require(alone: Iterable[tuple[str, str]], extra: str = "", of_extra: Iterabl
 
 
 def require_built_in(*, model: bool, text: bool) -> None:
-    """Require the weights, the essays, both or neither, as :func:`require` does."""
-    require([WEIGHTS] * model + [TEXTS] * text)
+    """Require the weights and what reads them, the essays, both or neither, as :func:`require` does."""
+    require([WEIGHTS] * model + [TEXTS] * text, "eval", ("gguf", "transformers") if model else ())
 
 
 def load_llama() -> Any:

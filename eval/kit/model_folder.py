@@ -39,6 +39,14 @@ def check_folder(path: str | Path, file: str) -> Path:
     raise FileNotFoundError(f"model {name!r} {lack}: pass a folder as save_pretrained writes it")
 
 
+def check_language_model(path: str) -> None:
+    """Raise FileNotFoundError, with the next step, if the path is no folder of a language model and its tokenizer."""
+    folder = check_folder(path, "config.json")
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        files = ", ".join(TOKENIZERS)
+        raise FileNotFoundError(f"model {path!r} has no tokenizer (none of {files}): download all files of the model")
+
+
 @contextmanager
 def readable(path: str, offload: str | None = None) -> Iterator[None]:
     """Raise ValueError, with the next step, where a library fails on the files of a model, however it fails.
@@ -74,10 +82,7 @@ def load_folder(
 
     Raise ValueError if weights are missing or have another shape, because transformers fills them with random numbers.
     """
-    folder = check_folder(path, "config.json")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        files = ", ".join(TOKENIZERS)
-        raise FileNotFoundError(f"model {path!r} has no tokenizer (none of {files}): download all files of the model")
+    check_language_model(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with readable(path, offload), quiet():

@@ -286,6 +286,24 @@ def test_bad_input_is_one_line_that_names_the_value(
     assert value in line
 
 
+@pytest.mark.parametrize("command", [["diagnose"], ["demo"], ["eval", "ppl"], ["eval", "longbench"]])
+@pytest.mark.parametrize(("file", "fault"), [(None, "no config.json"), ("config.json", "has no tokenizer")])
+def test_a_wrong_folder_is_refused_before_packages_are_asked_for(
+    command: list[str],
+    file: str | None,
+    fault: str,
+    refused: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Story: a user installed the essays that a missing prompt needs, and only then read that the folder was wrong."""
+    monkeypatch.setattr("pasa.eval.kit.embedded_model.TEXTS", ("not-installed", "1"))
+    monkeypatch.setattr("pasa.eval.models.longbench.prompts.SOURCE", ("not-installed", "1"))
+    if file:
+        (tmp_path / file).write_text("{}")
+    assert fault in refused(*command, "--model", str(tmp_path))
+
+
 def test_a_folder_in_the_place_of_a_file_is_refused_before_the_run(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

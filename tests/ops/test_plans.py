@@ -184,7 +184,7 @@ def test_a_new_backend_is_considered(monkeypatch):
 
 
 def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
-    """Where two backends serve by shape, each shape stays with its own, and only one that can be repeated has plans."""
+    """Each shape stays with its backend if two serve by shape, and only a backend that can be repeated has plans."""
     inputs = {keys: [normal_qkv((4, 2), (1, keys), 64, seed=seed) for seed in range(2)] for keys in (300, 500)}
     served_by = {300: "triton", 500: "sdpa"}
     expected = {

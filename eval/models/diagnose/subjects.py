@@ -12,7 +12,7 @@ import torch
 
 from pasa.eval.kit.device import pick_device
 from pasa.eval.kit.embedded_model import load_model, require_built_in
-from pasa.eval.kit.model_folder import load_folder
+from pasa.eval.kit.model_folder import check_language_model, load_folder
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.models.rescue.run import DEFAULT_OFFSET, build_prompt, check_text
 from pasa.eval.models.video import clip
@@ -58,6 +58,8 @@ def load(
 def _language_model(model: str, prompt: str | None, offset: float, dtype_name: str | None) -> Subject:
     """Return the prefill of one prompt: it forms all scores that decoding forms, and those of every earlier token."""
     check_text(prompt or "")
+    if model != EMBEDDED:
+        check_language_model(model)
     require_built_in(model=model == EMBEDDED, text=prompt is None)
     device, fixture = pick_device(), None
     dtype = clip.pick_dtype(dtype_name, device)

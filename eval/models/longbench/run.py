@@ -19,6 +19,7 @@ from pasa.eval.kit.device import describe, pick_device
 from pasa.eval.kit.embedded_model import WEIGHTS, require
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.memory import peak_bytes, reset_peak
+from pasa.eval.kit.model_folder import check_language_model
 from pasa.eval.kit.options import at_least
 from pasa.eval.models.longbench import offline, prompts
 from pasa.eval.models.longbench.data import Item, digest, load_items
@@ -58,6 +59,8 @@ def run_longbench(
     if data is not None and tokens is not None:
         raise ValueError(f"tokens={tokens} is of the offline set, which data={data!r} is not")
     questions = None if data is None else load_items(data, dataset)
+    if model is not None:
+        check_language_model(model)
     texts = [offline.BIBLE, offline.ZHOUYI] * (data is None)
     require([*[WEIGHTS] * (model is None), *texts, prompts.SOURCE], "longbench", ("rouge", "jieba"))
     prompts.templates()

@@ -13,6 +13,7 @@ from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, require_built_in
 from pasa.eval.kit.experiment import Experiment, gate, outcome
+from pasa.eval.kit.model_folder import check_language_model
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.tables import Table, number
 from pasa.eval.models.precisions import REFERENCE, Subject, parse_precisions
@@ -44,6 +45,8 @@ def run_perplexity(
     at_least(2, tokens=tokens)
     if not 1 <= stride <= window:
         raise ValueError(f"stride={stride} is outside 1..window={window}")
+    if model is not None:
+        check_language_model(model)
     require_built_in(model=model is None, text=text is None)
     device = pick_device()
     records: list[dict[str, Any]] = []

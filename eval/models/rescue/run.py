@@ -11,10 +11,11 @@ import torch
 
 import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.cache import cache_name
 from pasa.eval.kit.device import describe, origin, pick_device
 from pasa.eval.kit.embedded_model import find_essays, load_model, require_built_in
 from pasa.eval.kit.experiment import Experiment, gate
-from pasa.eval.kit.model_folder import load_folder, readable
+from pasa.eval.kit.model_folder import check_language_model, load_folder, readable
 from pasa.eval.kit.options import at_least, stages
 from pasa.eval.kit.overflow_fixture import check_offset, inject_overflow
 from pasa.eval.kit.tables import Column, Table, percent
@@ -50,6 +51,8 @@ def run_rescue(
     at_least(1, new_tokens=new_tokens)
     check_offset(offset)
     check_text(prompt or "")
+    if model is not None:
+        check_language_model(model)
     require_built_in(model=model is None, text=prompt is None)
     say, device = stages(progress, 5), pick_device()
     say("loading the model")
@@ -147,6 +150,7 @@ def _extremes(record: Any) -> Run:
 def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tuple[list[int], str]:
     """Take the largest logit `new_tokens` times; stop early at `end` or when the logits are not finite."""
     tokens: list[int] = []
+    cache = cache_name(model)
     while True:
         logits = output.logits[0, -1].float()
         tokens.append(int(logits.argmax()))
@@ -157,7 +161,7 @@ def _continue(model: Any, output: Any, new_tokens: int, end: int | None) -> tupl
         if len(tokens) >= new_tokens:
             return tokens, "length"
         step = torch.tensor([[tokens[-1]]], device=logits.device)
-        output = model(input_ids=step, past_key_values=output.past_key_values, use_cache=True)
+        output = model(input_ids=step, use_cache=True, **{cache: output[cache]})
 
 
 def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, float]:

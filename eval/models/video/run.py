@@ -13,6 +13,7 @@ import torch
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.device import describe, origin
+from pasa.eval.kit.embedded_model import require
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import stages
 from pasa.eval.kit.tables import Column, Table, short
@@ -61,6 +62,9 @@ def run_video(
     """
     sizes = {"height": height, "width": width, "frames": frames, "steps": steps}
     settings = clip.make_settings(sizes, tiny=model == clip.TINY, image=image, dtype=dtype)
+    if model != clip.TINY:
+        clip.check_pipeline(Path(model))
+    require((), "video", ("scikit-image", "imageio", "imageio-ffmpeg"))
     say = stages(progress, 6 if model == clip.TINY else 3)
     clips: dict[str, Clip] = {}
     fixture = None

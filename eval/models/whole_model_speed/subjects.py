@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pasa.eval.kit.cache import cache_name
 from pasa.eval.kit.random_model import CONFIGS
 from pasa.eval.models.video.step import FULL
 from pasa.eval.models.whole_model.measuring import FP16_MAX, residual_peaks
@@ -121,9 +122,10 @@ def generate(model: Any, ids: Tensor, kept: int) -> Phases:
     """Read a prompt, then decode greedily without waiting for the device."""
     out = model(input_ids=ids, use_cache=True, logits_to_keep=kept)
     yield "prompt", out.logits
+    cache = cache_name(model)
     for _ in range(STEPS):
         ids = out.logits[:, -1:].argmax(-1)
-        out = model(input_ids=ids, past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=ids, use_cache=True, **{cache: out[cache]})
         yield "step", out.logits
 
 

@@ -1,1 +1,1 @@
-"""Which rows stochastic rounding should draw."""
+"""Compare triggers that choose the rows to round stochastically."""

@@ -35,7 +35,7 @@ def run_triggers(
     seed: Annotated[int, "Seed of the inputs and of stochastic rounding."] = 0,
     progress: output.Report = output.silent,
 ) -> Record:
-    """Which rows stochastic rounding should draw: the bias that each trigger leaves, and the rows that it draws."""
+    """Compare triggers of stochastic rounding: the bias that each one leaves, and the rows that it draws."""
     at_least(LEAST_ROWS, rows=rows)
     at_least(0, seed=seed)
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.kit import output
+from pasa.eval.kit.cache import cache_name
 from pasa.eval.kit.device import describe, find_device, named_here, origin
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
@@ -132,11 +133,12 @@ def _decoding(model: Any, ids: Tensor) -> Callable[[], Tensor]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    cached = {cache_name(model): cache}
+    model(ids, logits_to_keep=1, **cached)
 
     def run() -> Tensor:
         for _ in range(STEPS):
-            logits: Tensor = model(ids[:, -1:], past_key_values=cache).logits
+            logits: Tensor = model(ids[:, -1:], **cached).logits
         cache.crop(-STEPS)
         return logits
 

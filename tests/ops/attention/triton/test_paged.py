@@ -49,7 +49,7 @@ def test_page_sizes(slots, bias):
 
 @pytest.mark.parametrize("bias", [0, 300])
 def test_pages_with_anchors_can_be_read_without(monkeypatch, bias):
-    """Where the kernel that reads anchors of pages does not compile, calls that have some give the same results."""
+    """Calls with anchors of pages give the same results if the kernel that reads such anchors does not compile."""
     pages = make_pages([150, 7, 129], (2, 1), 64, bias=bias).anchored()
     without = pages._replace(anchors=None).attend(DEVICE, backend="triton")
     monkeypatch.setattr(c_launcher, "PAGE_ANCHORS", False)
