@@ -87,6 +87,9 @@ class Twin:
 @contextmanager
 def build() -> Iterator[Twin]:
     """Compile, some 10 s; the program lives as long as the context. OSError without the sources or g++."""
+    for path in (SOURCE, ASCEND_C):
+        if not path.exists():
+            raise OSError(f"{path} is missing, as it is from an installed package: clone the repository and run there")
     flags = [*FLAGS, *(["-mf16c"] if platform.machine() == "x86_64" else [])]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "counts"

@@ -83,6 +83,8 @@ class Checkpoint:
         The folder, its configuration or its safetensors files are missing.
     ValueError
         ``config.json`` or the index is not a JSON object, or the index has no map of files.
+    ImportError
+        safetensors is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +109,10 @@ class Checkpoint:
 
     def _find_tensors(self) -> dict[str, str]:
         """Return the file name of every tensor, by the name of the tensor."""
-        from safetensors import SafetensorError, safe_open
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise ImportError("safetensors, which reads the weights, is missing: pip install safetensors") from None
 
         for name in WEIGHT_FILES:
             if (self._folder / f"{name}.index.json").is_file():

@@ -41,7 +41,7 @@ def run_to_fp16(
     out: Annotated[str, typer.Argument(metavar="OUT", help="New folder for the scaled checkpoint.")],
     sample: Annotated[str | None, "Text file to measure peaks on, its first 1024 tokens (default: built in)."] = None,
     margin: Annotated[float, "Factor between the largest magnitude on the sample and 65504."] = 4.0,
-    force: Annotated[bool, "Replace the checkpoint that OUT holds."] = False,
+    force: Annotated[bool, "Replace the checkpoint that OUT holds; other files stay."] = False,
     skip_check: Annotated[bool, "Do not load and run the written checkpoint."] = False,
     progress: output.Report = output.silent,
 ) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -192,6 +193,14 @@ def test_missing_files_are_named(tiny, tmp_path):
         predict_overflow(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors or"):
+        predict_overflow(tmp_path)
+
+
+def test_without_safetensors_the_next_step_is_named(tiny, tmp_path, monkeypatch):
+    """Story: after a bare install, the error was that of Python's import."""
+    tiny("llama").save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
         predict_overflow(tmp_path)
 
 
