@@ -209,7 +209,8 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences",),
+    features=("packed sequences", "sinks"),
+    feature_options={"sinks": {"recovery": ("exact",)}},
     priority=3,
 )
 SDPA = Backend(

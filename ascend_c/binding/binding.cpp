@@ -144,8 +144,9 @@ at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::k
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
 std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
-                                     const OptionalTensor& lengths, bool is_causal, double scale, double invariance,
-                                     bool saturate, int64_t unbiased_columns, bool to_bf16)
+                                     const OptionalTensor& lengths, const OptionalTensor& sinks, bool is_causal,
+                                     double scale, double invariance, bool saturate, int64_t unbiased_columns,
+                                     bool to_bf16)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -156,6 +157,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     settings.causal = is_causal;
     settings.saturates = saturate;
     settings.has_lengths = lengths.has_value();
+    settings.has_sinks = sinks.has_value();
     settings.scale = scale;
     settings.invariance = invariance;
     TORCH_CHECK_VALUE(unbiased_columns >= 0, "unbiased_columns=", unbiased_columns, " is negative");
@@ -172,12 +174,13 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
     }
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
+    if (sinks) CheckTensor("sinks", *sinks, q, at::kFloat, {q.size(1)});
     const c10::DeviceGuard guard(q.device());
     Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
-    const AttentionPointers given{Pointer(q),       Pointer(keys), Pointer(v),   Pointer(anchors),  Pointer(units),
-                                  Pointer(lengths), Pointer(out),  Pointer(lse), Pointer(workspace)};
+    const AttentionPointers given{Pointer(q),     Pointer(keys),    Pointer(v),     Pointer(anchors), Pointer(units),
+                                  Pointer(lengths), Pointer(sinks), Pointer(out), Pointer(lse),     Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
     return {out, lse};
@@ -200,8 +203,8 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
 }
 
 std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, bool, double, double, bool,
-                                           int64_t, bool to_bf16)
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
+                                           double, double, bool, int64_t, bool to_bf16)
 {
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
@@ -216,7 +219,7 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def("npu_shift_paper(Tensor k, Tensor matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "bool is_causal, float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16) "
+        "Tensor? sinks, bool is_causal, float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16) "
         "-> (Tensor, Tensor)");
 }
 

@@ -13,6 +13,7 @@ struct AttentionPointers {
     void* anchors;
     void* units;
     void* lengths;
+    void* sinks;
     void* out;
     void* lse;
     void* workspace;

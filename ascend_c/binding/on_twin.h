@@ -100,6 +100,7 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
+    given.sinks = memory.Input<float>("sinks", p.sinks, t.heads);
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
     if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);

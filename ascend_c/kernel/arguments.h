@@ -21,6 +21,7 @@ struct Arguments {
     GM_ADDR anchors;  // exact: FP16 (B, Hkv, 2 blocks, D); rows f_1, mean residual of block 1, then f_j, a_j - f_j
     GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
     GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
+    GM_ADDR sinks;    // FP32 (H,), if tiling.has_sinks
     GM_ADDR out;      // FP16, or BF16 if tiling.to_bf16 (B, H, Sq, D)
     GM_ADDR lse;      // FP32 (B, H, Sq)
     GM_ADDR scores;   // FP16 (B, H, tiles, blocks, 128, 128), if tiling.keep_scores

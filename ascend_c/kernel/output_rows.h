@@ -77,14 +77,23 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
         all.Add(maximum, maximum, frame);
         all.Scale(Number(kSecond), sum, 1.0f / lift);
-        Spread(spread_, sum, rows);
+        if (!t_.has_sinks) Spread(spread_, sum, rows);
         AscendC::PipeBarrier<PIPE_V>();
         all.Logarithm(Number(kSecond), Number(kSecond));
+        float sink = 0.0f;
+        if (t_.has_sinks) {
+            sink = sinks_.GetValue(task.head % t_.heads);
+            BesideSink(i, rows, sink);
+        }
         StoreOutput(task, i, rows);  // with a barrier
         AscendC::LocalTensor<float> lse = row_out_.AllocTensor<float>();
         all.Add(lse, maximum, Number(kSecond));
         AscendC::PipeBarrier<PIPE_V>();
-        never.SetBits(lse, kMinusInfinity);
+        if (t_.has_sinks) {
+            never.Set(lse, sink);
+        } else {
+            never.SetBits(lse, kMinusInfinity);
+        }
         row_out_.EnQue(lse);
         lse = row_out_.DeQue<float>();
         AscendC::DataCopyExtParams p;
@@ -92,6 +101,35 @@ protected:
         p.blockLen = rows * sizeof(float);
         AscendC::DataCopyPad(lse_[FirstRow(task, lane)], lse, p);
         row_out_.FreeTensor(lse);
+    }
+
+    // One more score, whose value is 0. Let L = maximum + kSecond. Then l becomes l (1 + exp(sink - L)), which divides O;
+    // maximum and kSecond become max(L, sink) and ln(1 + exp(-|L - sink|)), the two terms of the new L.
+    __aicore__ inline void BesideSink(uint32_t i, uint32_t rows, float sink)
+    {
+        RowMath all(0, rows);
+        const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), apart = Number(kTop), nearer = Number(kSecond);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Add(maximum, maximum, nearer);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Lower(apart, maximum, sink);
+        all.AtLeast(maximum, maximum, sink);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Absolute(nearer, apart);
+        all.Scale(apart, apart, -1.0f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Scale(nearer, nearer, -1.0f);
+        all.Exponential(apart, apart);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Exponential(nearer, nearer);
+        all.Lower(apart, apart, -1.0f);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Lower(nearer, nearer, -1.0f);
+        all.Multiply(sum, sum, apart);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Logarithm(nearer, nearer);
+        Spread(spread_, sum, rows);
+        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // O / l, l being spread.

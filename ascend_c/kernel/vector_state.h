@@ -69,6 +69,7 @@ protected:
         if (exact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
+        if (tiling.has_sinks) sinks_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.sinks));
         for (uint32_t i = 0; i < kLanes; ++i) {
             GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane.bytes;
             const uint64_t tile = static_cast<uint64_t>(skipped_) * kBlockKeys;
@@ -119,7 +120,7 @@ protected:
     uint32_t skipped_;      // rows of a tile before this core's
     float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
-    AscendC::GlobalTensor<float> lse_, units_;
+    AscendC::GlobalTensor<float> lse_, units_, sinks_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];

@@ -59,6 +59,7 @@ struct Settings {
     bool causal = false;
     bool saturates = false;
     bool has_lengths = false;
+    bool has_sinks = false;
     bool keep_scores = false;
     uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
@@ -107,6 +108,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
             "unbiased_columns=" + std::to_string(settings.unbiased_columns) + " is above 64 or dim");
     Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
     Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
+    Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
     AttentionTiling t{};
     t.batch = shape.batch;
     t.heads = shape.heads;
@@ -122,6 +124,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.causal = settings.causal;
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
+    t.has_sinks = settings.has_sinks;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);

@@ -109,8 +109,8 @@ twin::Report run(const Run& r, bool attends)
         v = in_turn(shape.keys, r.dim, r.unbiased == 2);
     }
     std::vector<float> lse(kQueries);
-    const pasa::AttentionPointers given{q.data(),     keys.data(), v.data(),   shift.anchors, shift.units,
-                                        nullptr,      out.data(),  lse.data(), nullptr};
+    const pasa::AttentionPointers given{q.data(), keys.data(), v.data(),   shift.anchors, shift.units,
+                                        nullptr,  nullptr,     out.data(), lse.data(),    nullptr};
     return pasa::AttendOnTwin(r.exact, given, tiling, 1);
 }
 

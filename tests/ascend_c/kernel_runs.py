@@ -41,6 +41,7 @@ class Call:
     exact: bool = True
     overflow: Any = "inf"
     lengths: Tensor | None = None
+    sinks: Tensor | None = None
     scale: float | None = None
     unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
@@ -57,7 +58,8 @@ class Call:
         batch, heads, rows, dim = self.q.shape
         kv_heads, keys = self.k.shape[1:3]
         shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
-        how = {"causal": int(self.causal), "exact": int(self.exact), "lengths": int(self.lengths is not None)}
+        how = {"causal": int(self.causal), "exact": int(self.exact)}
+        how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks")}
         rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
         how |= rounding if self.unbiased else {}
         return shape | how | {"overflow": OVERFLOW[self.overflow], "scale": repr(self.softmax_scale)}
@@ -83,6 +85,8 @@ def input_arrays(x: Call) -> dict[str, np.ndarray]:
     result = {"q": array(x.q), "k": array(x.k), "v": array(x.v)}
     if x.lengths is not None:
         result["lengths"] = array(x.lengths.int())
+    if x.sinks is not None:
+        result["sinks"] = array(x.sinks.float())
     if not x.exact:
         result["k"] = array(whole_blocks(x.k, BLOCK))
         result["matrix"] = array(matrix_of(x)[0])
@@ -199,7 +203,8 @@ def attend_by_reference(x: Call) -> Run:
     try:
         model.tile = kept
         is_causal = x.causal and x.lengths is None
-        out, lse, *_ = reference.attend(operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask))
+        call = operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask, sinks=x.sinks)
+        out, lse, *_ = reference.attend(call)
     finally:
         model.tile = make_tile
     narrow = scores.round_to(wide, scores.FP16, overflow=x.overflow).half()

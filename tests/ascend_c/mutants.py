@@ -61,6 +61,12 @@ RULES = {
         "AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);",
         "",
     ),
+    "a sink takes no share of the weights": ("all.Multiply(sum, sum, apart);", ""),
+    "the log-sum-exp is below a sink": ("all.AtLeast(maximum, maximum, sink);", ""),
+    "sinks are counted over batch entries": (
+        "sink = sinks_.GetValue(task.head % t_.heads);",
+        "sink = sinks_.GetValue(task.head);",
+    ),
     "a score far above the reference of the weights does not move it": (
         "if (extremes.ahead > kMoveReach)",
         "if (false)",

@@ -204,6 +204,34 @@ def test_lengths(kernels, causal):
     assert (result["lse"][2] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("lengths", [None, torch.tensor([200, 129, 0])], ids=["whole", "lengths"])
+def test_sinks(kernels, lengths, overflow):
+    """A sink below, near and above a row's scores, far above them, and none. The first rows see no key."""
+    sinks = torch.tensor([-5.0, 3.0, 20.0, 5000.0, -torch.inf])
+    x = make_call(3, 5, 1, 230, 200, 64, True, lengths=lengths, sinks=sinks, overflow=overflow)
+    shifted = launch_shift(kernels, x)
+    result = launch_attention(kernels, x, shifted.arrays, groups=2)
+    assert result.report["ok"], result.report["fault"]
+    assert sum(result.report["undefined"].values()) == 0
+    check_output(x, result, attend_by_reference(x))
+    assert (result["out"][:, :, :30] == 0).all()
+    assert torch.equal(result["lse"][:, :, :30], sinks[:, None].expand(3, 5, 30))
+
+
+def test_sinks_that_are_not_finite(kernels):
+    """Infinity takes all weight; NaN reaches all rows of its head, and no others."""
+    x = make_call(1, 3, 1, 70, 150, 64, False, sinks=torch.tensor([torch.inf, 0.0, torch.nan]))
+    result, expected = launch_attention(kernels, x, shifted_by_reference(x)), attend_by_reference(x)
+    assert result.report["ok"], result.report["fault"]
+    assert (result["out"][:, 0] == 0).all()
+    assert result["lse"][:, 0].isposinf().all()
+    for name in ("out", "lse"):
+        assert result[name][:, 2].isnan().all()
+        assert expected[name][:, 2].isnan().all()
+        assert result[name][:, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [1e-4, 0.03, 1.0, 30.0, 100.0, 1000.0])
 def test_any_scale(kernels, scale):
     x = make_call(1, 2, 1, 70, 200, 64, True, scale=scale)

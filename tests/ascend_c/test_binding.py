@@ -159,6 +159,39 @@ def test_a_query_that_is_not_finite_and_sees_no_key_gives_zero(npu, bad):
     assert torch.equal(torch.isnan(lse), torch.isnan(expected_lse))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sinks(npu, dtype):
+    """Of any dtype, for all rows of a head; packed sequences without keys have them as their log-sum-exp."""
+    q, k, v = normal_qkv((4, 2), (20, 140), 48, batch=2)
+    sinks = torch.tensor([-2.0, 4.0, 9.0, -torch.inf], dtype=dtype)
+    how = {"sinks": sinks, "return_lse": True}
+    found, expected = (pasa.attention(q, k, v, is_causal=True, **how, backend=name) for name in ("npu", "reference"))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2.0**-9)
+    assert not torch.equal(found[0], pasa.attention(q, k, v, is_causal=True, backend="npu"))
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    edges = torch.tensor([0, 20, 25, 40]), torch.tensor([0, 140, 140, 280])
+    found, expected = (
+        pasa.attention_varlen(*packed, *edges, 20, 140, **how, backend=name) for name in ("npu", "reference")
+    )
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2.0**-9)
+    assert torch.equal(found[1][20:25], sinks.float().expand(5, 4))
+    with pytest.raises(NotImplementedError, match="sinks"):
+        pasa.attention(q, k, v, sinks=sinks, backend="npu", config=pasa.PasaConfig(recovery="paper"))
+
+
+def test_a_query_that_is_not_finite_and_sees_a_sink_alone(npu):
+    q, k, v = normal_qkv((1, 1), (6, 4), 16)  # causal, bottom right: the first two rows see no key
+    q[0, 0, :4, 3] = torch.nan
+    how = {"is_causal": True, "return_lse": True, "sinks": torch.tensor([1.5])}
+    (out, lse), (expected, expected_lse) = (
+        pasa.attention(q, k, v, **how, backend=name) for name in ("npu", "reference")
+    )
+    assert not out[0, 0, :2].any()
+    assert (lse[0, 0, :2] == 1.5).all()
+    assert torch.equal(torch.isnan(out), torch.isnan(expected))
+    assert torch.equal(torch.isnan(lse), torch.isnan(expected_lse))
+
+
 FOUND = [
     Genes(keys=128, base=6.4545, noise=1.37e-6, outliers=0.071, ties=0.85, exponent=55.5, values="signs", seed=455087),
     Genes(keys=129, dim=1, base=18.57, slope=14194.3, size=473.6, columns=0.61, profile="alternate", values="signs",
@@ -218,6 +251,7 @@ def call_arguments(**changed):
         "anchors": torch.zeros(2, 2, 4, 32, **half),
         "units": torch.ones(2, 2, 2, 8),
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
+        "sinks": torch.zeros(4),
     }
     numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "saturate": False}
     return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
@@ -239,6 +273,8 @@ REFUSED = [
     ({"anchors": torch.zeros(2, 2, 2, 32).half()}, ValueError, r"anchors has shape .* expected \[2, 2, 4, 32\]"),
     ({"units": torch.ones(2, 2, 2, 8).half()}, TypeError, "units is Half, expected Float"),
     ({"lengths": torch.tensor([150, 70])}, TypeError, "lengths is Long, expected Int"),
+    ({"sinks": torch.zeros(4).half()}, TypeError, "sinks is Half, expected Float"),
+    ({"sinks": torch.zeros(2)}, ValueError, r"sinks has shape \[2\], expected \[4\]"),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),

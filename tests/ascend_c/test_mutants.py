@@ -166,6 +166,7 @@ CALLS = [
     unlike("late rows", 4096.0),
     many_blocks(),
     far_guess(),
+    random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -torch.inf])),  # rows that see nothing
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below

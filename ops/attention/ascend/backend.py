@@ -84,12 +84,22 @@ def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
     rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
     out, lse = kernels.npu_attention(
-        q, keys, v, *references, lengths, call.is_causal, scale, invariance, saturate, *rounding
+        q, keys, v, *references, lengths, sinks, call.is_causal, scale, invariance, saturate, *rounding
     )
-    not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf whatever its query
+    if sinks is None:
+        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
+    else:
+        not_finite &= _sees_keys(q.shape[2], k.shape[2], call.is_causal, lengths, q.device)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(not_finite, torch.nan)
+
+
+def _sees_keys(rows: int, keys: int, is_causal: bool, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """Return which rows see a key, broadcastable to (B, Hq, Sq)."""
+    behind = torch.arange(rows, device=device) + 1 + keys - rows if is_causal else torch.tensor(keys, device=device)
+    return behind > 0 if lengths is None else (behind > 0) & (lengths > 0)[:, None, None]
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call, to_fp16
+from pasa.ops.attention.spec.packed import without_keys
 from pasa.ops.packed import gather, group_sequences, scatter
 
 DIM_STEP = 16  # elements on one side of a cube fractal: kFractal in ascend_c/tiling/tiling.h
@@ -45,7 +46,7 @@ def attend_packed(
     q = call.q
     q16, k16, v16 = to_fp16(q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    lse = without_keys(call, q.shape[:2])
     for rows, keys in group_sequences(*call.edges(), kind):
         lengths = [stop - start for start, stop in keys]
         one, one_lse = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)

@@ -42,6 +42,7 @@ TWIN_CASE(attend)
     settings.causal = a.number("causal") != 0;
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
+    settings.has_sinks = a.number("sinks") != 0;
     settings.keep_scores = true;
     settings.unbiased_columns = number("unbiased_columns");
     settings.to_bf16 = a.number("to_bf16") != 0;
@@ -56,10 +57,11 @@ TWIN_CASE(attend)
     auto anchors = given<half>(a, "anchors", settings.exact);
     auto units = given<float>(a, "units", settings.exact);
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    auto sinks = given<float>(a, "sinks", settings.has_sinks);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
     std::vector<float> lse(rows);
-    const pasa::AttentionPointers pointers{data(q),       data(keys), data(v),   data(anchors), data(units),
-                                           data(lengths), data(out),  data(lse), nullptr};
+    const pasa::AttentionPointers pointers{data(q),     data(keys),  data(v),   data(anchors), data(units),
+                                           data(lengths), data(sinks), data(out), data(lse),   nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
