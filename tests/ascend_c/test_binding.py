@@ -161,7 +161,7 @@ def test_a_query_that_is_not_finite_and_sees_no_key_gives_zero(npu, bad):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_sinks(npu, dtype):
-    """Of any dtype, for all rows of a head; packed sequences without keys have them as their log-sum-exp."""
+    """Sinks of any dtype serve all rows of a head; packed sequences without keys have them as log-sum-exp."""
     q, k, v = normal_qkv((4, 2), (20, 140), 48, batch=2)
     sinks = torch.tensor([-2.0, 4.0, 9.0, -torch.inf], dtype=dtype)
     how = {"sinks": sinks, "return_lse": True}
