@@ -130,13 +130,13 @@ class Conversion:
         return tracer
 
     def _narrow(self, name: str, data: Tensor) -> Tensor:
-        """Return a tensor in BF16, but for computed buffers that keep their precision."""
-        return data if name in self._wide else data.to(TRACED)
+        """Return a tensor in BF16, but computed buffers that need precision in FP32."""
+        return editing.at_least_fp32(data) if name in self._wide else data.to(TRACED)
 
     def _first_trace(self) -> Tracer:
-        """Trace the model in BF16 with its computed buffers as they are, or in BF16 too where it does not run so.
+        """Trace the model in BF16 with its computed buffers in FP32, or in BF16 too where it does not run so.
 
-        Rotary frequencies must keep FP32, and are cast where they are used. Sinusoidal positions are not.
+        Rotary frequencies need FP32, and are cast where they are used. Sinusoidal positions are not.
         """
         for wide in (self._wide, set[str]()):
             self._wide = wide
@@ -336,10 +336,10 @@ class Conversion:
     def _rounded(self, name: str, data: Tensor) -> Tensor:
         """Return a parameter or buffer scaled, and in FP16 unless it has to be FP32."""
         if name in self._wide:
-            return data
+            return editing.at_least_fp32(data)
         if name in self._unread and self.plan.scales:
             return torch.full_like(data, math.nan, dtype=torch.float16)  # its power of two is not known
-        exact = editing.scaled(name, data.float() if data.dtype.itemsize < 4 else data, self.plan)
+        exact = editing.scaled(name, editing.at_least_fp32(data), self.plan)
         if not data.ndim and data and not SMALLEST <= abs(float(data)) <= LARGEST:
             return exact.float()  # without dimensions it makes no result FP32
         if name in self.plan.offsets or inside(owner(name), self.plan.islands):

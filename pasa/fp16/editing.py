@@ -98,6 +98,11 @@ def module_at(models: Models, path: str) -> torch.nn.Module:
     return models[prefix].get_submodule(rest) if prefix in models else models[""].get_submodule(path)
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return a tensor in FP32, or as it is where that is wider."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
 def scaled(name: str, tensor: Tensor, plan: Plan) -> Tensor:
     """Return a parameter times its powers of two, in the same dtype; exact but for offsets, which are FP32 or wider."""
     if name in plan.offsets:

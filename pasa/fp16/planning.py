@@ -187,8 +187,8 @@ def choose(peaks: list[Peak], steps: Mapping[int, int]) -> dict[int, int]:
         values = next(helps, trials[left.index(min(left))])
     peak = short[0]
     raise NotImplementedError(
-        f"to_fp16: {peak.module} ({peak.operation}, up to {peak.value:.3g}) fits into FP16 only where other tensors "
-        "then do not: lower the margin, or keep this model in FP32"
+        f"to_fp16: {peak.module or 'the model'} ({peak.operation}, up to {peak.value:.3g}) fits into FP16 only where "
+        "other tensors then do not: lower the margin, or keep this model in FP32"
     )
 
 

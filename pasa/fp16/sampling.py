@@ -129,6 +129,9 @@ def _run_encoder(model: Any, arguments: Mapping[str, Any]) -> None:
     """Run an encoder by itself, and the model on its result, as `generate` does."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False) or "encoder_outputs" in arguments:
         return
+    whole = getattr(model, "get_base_model", lambda: model)()  # of a model with adapters
+    if "encoder_outputs" not in inspect.signature(whole.forward).parameters:  # UMT5EncoderModel is an encoder alone
+        return
     encoder = model.get_encoder()
     names = inspect.signature(encoder.forward).parameters
     inputs = {name: value for name, value in arguments.items() if name in names and isinstance(value, Tensor)}

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 import pasa
@@ -349,3 +350,33 @@ def test_a_parameter_that_is_only_moved_is_not_reached():
     close(run(model, X), truth)
     with pytest.raises(RuntimeError, match="the sample did not reach other"):
         run(model, X, other=True)
+
+
+def test_an_encoder_whose_config_speaks_of_a_decoder():
+    """Story: UMT5EncoderModel, which Wan's pipelines hold, was refused, because a decoder was called on its states."""
+    torch.manual_seed(0)
+    config = hf.UMT5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=60)
+    model = hf.UMT5EncoderModel(config).eval()
+    assert model.config.is_encoder_decoder
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    ids = torch.randint(60, (2, 20))
+    expected = model(input_ids=ids).last_hidden_state
+    pasa.to_fp16(model, {"input_ids": ids})
+    assert (model(input_ids=ids).last_hidden_state - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_sinusoidal_positions_of_a_model_in_bf16():
+    """Story: positions stayed in BF16 beside FP16, and the model was said to run in BF16 alone."""
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder")
+             for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    config = hf.M2M100Config(d_model=32, vocab_size=60, max_position_embeddings=64, **sizes)
+    model = hf.M2M100ForConditionalGeneration(config).eval().bfloat16()
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.bfloat16}
+    ids = torch.randint(3, 60, (1, 20))
+    sample = {"input_ids": ids, "decoder_input_ids": ids}
+    expected = copy.deepcopy(model).float()(**sample).logits
+    pasa.to_fp16(model, sample)
+    assert (model(**sample).logits - expected).abs().max() < 1e-2 * expected.abs().max()
