@@ -83,7 +83,7 @@ class Checkpoint:
         The folder, its configuration or its safetensors files are missing.
     ValueError
         ``config.json`` or the index is not a JSON object, or the index has no map of files.
-    ImportError
+    ModuleNotFoundError
         safetensors is not installed.
     """
 
@@ -111,8 +111,9 @@ class Checkpoint:
         """Return the file name of every tensor, by the name of the tensor."""
         try:
             from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ImportError("safetensors, which reads the weights, is missing: pip install safetensors") from None
+        except ModuleNotFoundError as error:
+            what = "safetensors, which reads the weights, is missing: pip install safetensors"
+            raise ModuleNotFoundError(what, name=error.name) from None
 
         for name in WEIGHT_FILES:
             if (self._folder / f"{name}.index.json").is_file():
