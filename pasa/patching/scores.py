@@ -64,6 +64,8 @@ class Scores:
             return _method(name, self)
         if name in ("device", "requires_grad", "is_cuda"):
             return getattr(self.q, name)
+        if not hasattr(Tensor, name):  # a hook asks whether the result of a dropout has it
+            raise AttributeError(f"a tensor has no attribute {name!r}")
         return getattr(self.computed(), name)
 
     def __matmul__(self, values: Any) -> Any:

@@ -238,3 +238,10 @@ def test_scores_look_like_the_tensor_that_they_stand_for():
         assert isinstance(scores, Scores)
         assert (scores.shape, scores.size(-1), scores.dtype, scores.device) == ((2, 4, 6, 6), 6, Q.dtype, Q.device)
         torch.testing.assert_close(scores[..., :2], (Q @ K.mT).computed()[..., :2])
+
+
+def test_a_hook_may_ask_weights_for_what_a_tensor_lacks():
+    """Story: a hook on every module asked Bloom's dropout for ``sample``, and the call was refused."""
+    host = Host(lambda q, k, v: weights @ v if not hasattr(weights := (q @ k.mT).softmax(-1), "sample") else None)
+    follow_module(host, make_attention(None, None, Callbacks(), "Host"))
+    assert host(Q, K, V).shape == V.shape
