@@ -295,13 +295,24 @@ class Sides(Stream):
         return self.head(self.norm(self.stream(x) + self.second(x)) + self.norm(first))
 
 
-def test_computed_positions_are_rounded_where_the_model_does_not_cast_them():
-    """Story: they stayed in FP32 as rotary frequencies do, and the norm behind their sum refused FP32."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_computed_positions_are_rounded_where_the_model_does_not_cast_them(dtype):
+    """Story: they stayed in FP32 as rotary frequencies do, and the norm behind their sum refused FP32.
+
+    Those of XGLM and M2M100 loaded in BF16 stayed in BF16, with which FP16 makes FP32 as well.
+    """
     model = Sides()
-    truth = run(model, X)
-    pasa.to_fp16(model, X)
-    assert model.first.table.dtype == torch.float16
-    close(run(model, X), truth)
+    with torch.no_grad():
+        model.write.weight.mul_(0.15)  # FP16 holds the weights, and not the stream
+    tables = model.to(dtype).first.table.clone(), model.second.table.clone()
+    truth = run(copy.deepcopy(model).float(), X)
+    with pasa.to_fp16(model, X.to(dtype), keep_original="cpu") as handle:
+        assert max(each.peak for each in handle.report().modules) > 65504
+        assert model.first.table.dtype == torch.float16
+        close(run(model, X), truth)
+    assert model.first.table.dtype == model.second.table.dtype == dtype
+    assert torch.equal(model.first.table, tables[0])
+    assert torch.equal(model.second.table, tables[1])
 
 
 def test_a_model_that_runs_in_bf16_alone_is_named():
