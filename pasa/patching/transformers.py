@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._dynamo.utils import common_constant_types
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -56,6 +55,8 @@ These are float masks, and they are never left out in favour of `is_causal`.
 """
 
 if torch.__version__ < "2.13":  # torch.compile then takes strings for constants, but no subclass of str
+    from torch._dynamo.utils import common_constant_types
+
     common_constant_types.add(PatchedName)
 
 _OURS = frozenset({*NAMES.values(), *(name + EXPLICIT for name in (*NAMES.values(), OTHER)), OTHER, RING})
