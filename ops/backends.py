@@ -228,5 +228,6 @@ SDPA = Backend(
         "accumulate": ("fp32",),
     },
     features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
+    repeatable=True,
     priority=1,
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("measured.json")
-OCTAVE = 1.0  # a measurement counts for calls whose numbers are at most twice or half as large
+DECODING = 16  # rows; calls with as many or fewer are served by other kernels than calls with more
 SHAPES = 4096  # the most shapes whose answer is kept
 
 
@@ -46,16 +46,31 @@ class Shape:
     keys: int
 
     def distance(self, other: Shape) -> float:
-        """Return the octaves between the numbers in which two shapes differ most; infinite if their kinds differ."""
-        if (self.dim, self.causal, self.mask) != (other.dim, other.causal, other.mask):
+        """Return the octaves between the numbers in which two shapes differ most; infinite if their kinds differ.
+
+        Decoding counts as not causal, because its rows see nearly the same keys.
+        """
+        if self.kind != other.kind:
             return math.inf
         pairs = zip(self.sizes, other.sizes, strict=True)
         return max(abs(math.log2(own / others)) for own, others in pairs)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Return heads, key heads, rows and keys."""
-        return self.heads, self.kv_heads, self.rows, self.keys
+    def sizes(self) -> tuple[int, ...]:
+        """Return heads, key heads, rows, keys and head dimension."""
+        return self.heads, self.kv_heads, self.rows, self.keys, self.dim
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what other kernels serve: head dimension, kind of mask, decoding or not, causal or not."""
+        decodes = self.rows <= DECODING
+        return *kind_of_dim(self.dim), self.mask, decodes, self.causal and not decodes
+
+
+def kind_of_dim(dim: int) -> tuple[int, bool]:
+    """Return the head dimension of the kernels' tiles, at least 64, and whether a head fills it."""
+    tile = max(64, 1 << (dim - 1).bit_length())
+    return tile, dim == tile
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,15 @@ def table() -> tuple[Measurement, ...]:
 
 
 def nearest(capability: str, shape: Shape, measurements: Sequence[Measurement] | None = None) -> Measurement | None:
-    """Return the measurement of the most similar shape on such a device, or None if none is similar enough."""
+    """Return the measurement of the most similar shape of the same kind on such a device, or None if there is none.
+
+    However far it is: the smallest and the largest shapes of a kind are measured, and beyond them the same backend
+    stays the faster one.
+    """
     found = table() if measurements is None else measurements
     near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
     distance, best = min(near, key=lambda pair: pair[0], default=(math.inf, None))
-    return best if distance <= OCTAVE else None
+    return best if distance < math.inf else None
 
 
 @lru_cache(maxsize=SHAPES)
@@ -115,6 +134,6 @@ def faster(capability: str, shape: Shape) -> str:
 
 @cache
 def rivals(capability: str, dim: int, mask: str) -> frozenset[str]:
-    """Return the backends that are faster for some shape of a head dimension and a kind of mask on such a device."""
-    kinds = [each for each in table() if (each.capability, each.shape.dim, each.shape.mask) == (capability, dim, mask)]
-    return frozenset(each.faster for each in kinds if each.faster)
+    """Return the backends that are faster for some shape like a head dimension and a mask on such a device."""
+    like = [each for each in table() if (each.capability, each.shape.mask) == (capability, mask)]
+    return frozenset(each.faster for each in like if each.faster and kind_of_dim(each.shape.dim) == kind_of_dim(dim))

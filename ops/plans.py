@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ ALLOCATIONS = frozenset(
     }
 )
 Results = tuple[Tensor | None, ...]
+Whole = TypeVar("Whole", bound=tuple[Tensor, ...])
 REPEATED: dict[CustomOpDef, dict[str, Any]] = {}  # operators whose calls may have plans: the backends that may serve
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None for calls that cannot be repeated
 _missing: Any = object()
@@ -167,18 +168,20 @@ def recorded(repeatable: bool) -> Iterator[None]:
         yield
 
 
-def repeat_whole(function: Callable[..., Results], *tensors: Tensor) -> None:
-    """Let a plan call `function` on the inputs that these tensors are, in place of launches that were not recorded.
+def repeat_whole(function: Callable[..., Whole], *tensors: Tensor) -> Whole:
+    """Return what `function` returns for these tensors, and let a plan call it again, in place of recorded launches.
 
     It returns the first results of the operator, and what it does must depend on the geometry of its inputs alone.
     """
     if (record := recorder()) is None:
-        return
+        return function(*tensors)
     places = [record.place_of(x) for x in tensors]
     if None in places:
         record.foreign = record.foreign or "a part of an input"
     else:
         record.whole = function, tuple([place for place in places if place is not None])
+    with unrecorded():
+        return function(*tensors)
 
 
 def unrecorded() -> Any:

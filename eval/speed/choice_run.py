@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,40 +17,46 @@ from pasa.eval.kit.timing import CudaClock, copy_bandwidth
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.choice import BACKENDS, OTHER, PREFERRED, WAYS, measurements, shape_of
-from pasa.eval.speed.implementations import CUDNN, FLASH, select_implementations
+from pasa.eval.speed.implementations import CUDNN, select_implementations
 from pasa.eval.speed.run import measure
 from pasa.ops import measured
 
-DIMS = (64, 72, 80, 96, 112, 128, 160, 192, 256)
-DECODING_DIMS = (64, 128, 256)
-# Numbers are four times apart, because a measurement counts for calls up to twice or half as large.
-HEADS, TOKENS, KEYS = (16, 64), (512, 2048, 8192), (2048, 8192, 32768)
-QUERY_HEADS, KEY_HEADS = 32, 8  # of decoding
+# Of each kind of `pasa.ops.measured.kind_of_dim`, one.
+DIMS = (40, 64, 80, 128, 192, 256)
+HEADS, TOKENS = (8, 64), (128, 512, 2048, 8192)
+MOST_HEADS = 512  # for the fewest tokens
 KINDS: dict[str, dict[str, bool]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
-MASKED_DIMS = (64, 128)
+MASKED_DIMS = (64, 80, 128, 192)
+# Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
+DECODING = (
+    *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (256, 2048, 16384)),
+    *((4, 32, 8, 8, keys, False) for keys in (512, 8192)),
+    *((8, 32, 8, 1, keys, True) for keys in (512, 8192)),
+    (16, 16, 16, 1, 2048, False),
+)
 
 
-def _prefill(name: str, heads: int, tokens: int, dim: int, **kind: Any) -> SpeedCase:
-    """Return a case with as many batch entries of 16 heads as make up `heads`."""
-    sizes = heads // 16, 16, 16, tokens, tokens, dim
-    return SpeedCase(f"{name}-{heads}x{tokens}-d{dim}", *sizes, graphed=True, **kind)
+def _prefill(kind: str, heads: int, tokens: int, dim: int) -> SpeedCase:
+    """Return a case with as many batch entries of up to 16 heads as make up `heads`, at least two of a padded batch."""
+    batch = max(heads // 16, 2 if kind == "padded" else 1)
+    sizes = batch, heads // batch, heads // batch, tokens, tokens, dim
+    return SpeedCase(f"{kind}-{heads}x{tokens}-d{dim}", *sizes, graphed=True, **KINDS[kind])
+
+
+def _decoding(batch: int, heads: int, kv_heads: int, rows: int, keys: int, padded: bool, dim: int) -> SpeedCase:
+    name = f"decode-{batch}x{heads}x{rows}x{keys}" + "-padded" * padded
+    sizes = batch, heads, kv_heads, rows, keys, dim
+    return SpeedCase(f"{name}-d{dim}", *sizes, decode=True, graphed=True, padded=padded)
 
 
 GRID = (
     *(
-        _prefill(name, heads, n, dim, **kind)
-        for dim in DIMS
-        for name, kind in KINDS.items()
-        if dim in MASKED_DIMS or name != "padded"
-        for heads in HEADS
-        for n in TOKENS
+        _prefill(kind, heads, tokens, dim)
+        for kind in KINDS
+        for dim in (MASKED_DIMS if kind == "padded" else DIMS)
+        for heads, tokens in (*product(HEADS, TOKENS), (MOST_HEADS, TOKENS[0]))
     ),
-    *(
-        SpeedCase(f"decode-{batch}x{n}-d{dim}", batch, QUERY_HEADS, KEY_HEADS, 1, n, dim, decode=True, graphed=True)
-        for dim in DECODING_DIMS
-        for batch in (1, 8)
-        for n in KEYS
-    ),
+    *(_decoding(*sizes, dim) for dim in DIMS for sizes in DECODING),
 )
 
 
@@ -59,7 +66,7 @@ def run_grid(
     """Time backends `triton` and `sdpa` on the shapes of `pasa bench choice`; exit 1 if a slower one is chosen."""
     at_least(1, rounds=rounds)
     clock = CudaClock()
-    implementations = select_implementations([CUDNN, FLASH, *BACKENDS])
+    implementations = select_implementations([CUDNN, *BACKENDS])
     with torch.inference_mode():
         return measure(GRID, implementations, clock, copy_bandwidth(clock), rounds, progress)
 

@@ -53,8 +53,9 @@ def served(module, rows, keys, heads=16, dim=80, is_causal=False):
         (2100, 8192, 30, "sdpa"),
         (512, 512, 16, "triton"),
         (700, 700, 9, "triton"),
-        (4096, 4096, 40, "triton"),  # too different from what was measured
-        (32768, 32768, 16, "triton"),
+        (1024, 1024, 16, "triton"),  # an octave from it, and two from the other
+        (32768, 32768, 256, "sdpa"),  # far beyond both
+        (32, 32, 1, "triton"),
     ],
 )
 def test_a_shape_goes_to_the_backend_that_was_faster_for_one_like_it(hopper, rows, keys, heads, who):
@@ -64,8 +65,10 @@ def test_a_shape_goes_to_the_backend_that_was_faster_for_one_like_it(hopper, row
 
 
 def test_another_kind_of_call_stays_where_it_was(hopper):
-    """A causal call is not like a full one, and an H100 is not like another GPU."""
+    """A causal call is not like a full one, nor is decoding, and an H100 is not like another GPU."""
     assert served(chosen()[0], 4096, 4096, is_causal=True) == "triton"
+    assert served(chosen()[0], 16, 4096) == "triton"
+    assert served(chosen()[0], 17, 4096) == "sdpa"
     hopper.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
     registry.choose.cache_clear()
     assert not isinstance(chosen()[0], registry.ByShape)
@@ -108,6 +111,19 @@ def test_the_list_of_servers_names_both(hopper):
     assert "serves calls like 1 of 2 shapes measured on such a GPU (head dim 80)" in reasons["sdpa"]
     assert "shapes measured" not in reasons["triton"]
     assert "shapes measured" not in reasons["reference"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "like"), [(72, True), (96, True), (120, True), (64, False), (128, False), (136, False)]
+)
+def test_head_dimensions_that_the_same_kernels_serve_are_alike(hopper, dim, like):
+    """Kernels have tiles of 64, 128 and 256 columns, and some serve only heads that fill a tile."""
+    asked = chosen(dim=dim)[0]
+    assert isinstance(asked, registry.ByShape) == like
+    assert not like or served(asked, 4096, 4096, dim=dim) == "sdpa"
+    assert measured.kind_of_dim(dim) == {72: (128, False), 64: (64, True), 128: (128, True), 136: (256, False)}.get(
+        dim, (128, False)
+    )
 
 
 def test_the_nearest_measurement_counts():

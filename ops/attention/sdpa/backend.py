@@ -11,19 +11,21 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pasa.ops.attention.call import Call, Results, capturing, to_fp16
-from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, head_anchors, pay, rows_of_key_head
-from pasa.ops.attention.sdpa.fused import fused_attention
+from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, to_fp16
+from pasa.ops.attention.sdpa.anchors import head_anchors, pay
+from pasa.ops.attention.sdpa.fused import call_cudnn, cudnn_serves, fused_attention, has_aligned_rows
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
 from pasa.ops.numerics.formats import FP16_MAX
+from pasa.ops.plans import repeat_whole
 
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
@@ -35,12 +37,43 @@ def attend(call: Call) -> Results:
     """Attend to dense tensors, packed sequences one after another, or a paged cache, whose pages are gathered."""
     if call.pages is not None:
         return attend_gathered(attend, call)
-    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_dense(call)
+    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_planned(call)
 
 
-def _attend_dense(call: Call) -> Results:
+def _attend_planned(call: Call) -> Results:
+    """Attend to dense tensors, and let a plan of the call repeat that, unless something is read back on the way."""
+    if call.q.dtype != torch.float16 or call.max_logits or _triton_guard(call.q.device) is None:
+        return _attend_dense(call)
+    optional = [name for name in ("mask", "sinks") if getattr(call, name) is not None]
+    limits = {name: getattr(call, name) for name in ("scale", "options", "is_causal", "window")}  # and no tensor
+    kept: list[Any] = []
+    causal, scale, tokens_first = call.is_causal and call.q.shape[2] > 1, call.scale, is_tokens_first(call.q)
+    by_cudnn = _is_direct(call) and cudnn_serves(call.q, call.k, call.v, None, causal)
+
+    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        allowed = kept and torch.backends.cuda.cudnn_sdp_enabled()  # a program may change this setting
+        made = call_cudnn(q, k, v, None, causal, scale) if allowed and by_cudnn else None
+        if made is not None and kept[0].run(*made, q, k, v) and is_tokens_first(made[0]) == tokens_first:
+            return made
+        repeated = Call(q, k, v, **limits, **dict(zip(optional, others, strict=True)))
+        out, lse, *_ = _attend_dense(repeated, kept)
+        return repeated.laid_out(out), lse.contiguous()
+
+    return Results(*repeat_whole(again, call.q, call.k, call.v, *[getattr(call, name) for name in optional]))
+
+
+def _is_direct(call: Call) -> bool:
+    """Return whether one call of cuDNN on the tensors themselves serves a call for CUDA, before `finish`."""
+    full = not call.is_causal or call.q.shape[2] in (1, call.k.shape[2])
+    plain = call.mask is None and call.sinks is None and call.window == (-1, -1) and full and not pay(call)
+    return plain and all(has_aligned_rows(x) for x in (call.q, call.k, call.v))
+
+
+def _attend_dense(call: Call, kept: list[Any] | None = None) -> Results:
+    """Attend to dense tensors; `kept` as in `attend_guarded`."""
     dtype = call.q.dtype
-    call = replace(call, q=to_fp16(call.q, "q"), k=to_fp16(call.k, "k"), v=to_fp16(call.v, "v"))
+    if dtype != torch.float16:
+        call = replace(call, q=to_fp16(call.q, "q"), k=to_fp16(call.k, "k"), v=to_fp16(call.v, "v"))
     if call.mask is not None:
         mask = fitting_mask(dense_mask(call, call.mask), call.scale)
         call = replace(call, mask=mask, is_causal=False, window=(-1, -1))
@@ -50,9 +83,7 @@ def _attend_dense(call: Call) -> Results:
     if guard is None:
         out, lse = _attend_checked(call)
     else:
-        few_keys = call.k.shape[2] < LEAST_KEYS
-        scanned = few_keys or rows_of_key_head(call) >= LEAST_ROWS  # other calls decode: they read keys once
-        out, lse = guard(call, attend_visible, scanned=scanned, anchored=pay(call))
+        out, lse = guard(call, attend_visible, kept, anchored=pay(call))
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]
@@ -132,8 +163,8 @@ def attend_visible(call: Call) -> tuple[Tensor, Tensor]:
     if call.mask is not None:
         visible = call.mask if call.mask.dtype == torch.bool else call.mask != -torch.inf
         out, lse = fused_attention(q, k, v, call.mask, False, scale)
-        empty = ~visible.any(-1).expand(lse.shape)
-        return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)
+        empty = visible.any(-1).logical_not_().expand(lse.shape)
+        return out.masked_fill_(empty.unsqueeze(-1), 0.0), lse.masked_fill_(empty, -torch.inf)
     rows, keys = q.shape[2], k.shape[2]
     lower, upper = call.band(rows, keys)
     if lower is None and (upper is None or upper >= keys - 1):

@@ -21,6 +21,7 @@ from pasa.ops.devices import ASCEND_310P, npu_chip
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
+CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
 
 
@@ -106,16 +107,11 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sc
         return _in_fp32(q, k, v, bias, causal, scale)
     dim = q.shape[-1]
     q, k, v = (_aligned_rows(x) for x in (q, k, v))
-    bias = None if bias is None else _additive(bias, q.dtype)
-    grouped = q.shape[1] != k.shape[1]
-    shape = (*q.shape[:3], k.shape[2])
-    bias = None if bias is None else _aligned(bias, shape[3]).expand(shape)
-    if torch.backends.cuda.can_use_cudnn_attention(_params(q, k, v, bias, causal, grouped)):
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, bias, True, 0.0, causal, False, scale=scale
-        )
-        return out[..., :dim], lse.reshape(q.shape[:3])
-    if grouped:
+    bias = None if bias is None else _aligned(bias, k.shape[2]).expand(*q.shape[:3], k.shape[2])
+    if cudnn_serves(q, k, v, bias, causal):
+        out, lse = call_cudnn(q, k, v, bias, causal, scale)
+        return out[..., :dim], lse
+    if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if torch.backends.cuda.can_use_efficient_attention(_params(q, k, v, bias, causal, False)):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -124,6 +120,26 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sc
         return out[..., :dim], lse[..., : q.shape[2]]
     out, lse = _in_fp32(q, k, v, bias, causal, scale)
     return out[..., :dim], lse
+
+
+def cudnn_serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> bool:
+    """Return whether cuDNN can serve tensors with aligned rows, and torch's settings allow it."""
+    params = _params(q, k, v, bias, causal, q.shape[1] != k.shape[1])
+    return q.is_cuda and torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def call_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend by cuDNN to tensors that it is known to serve."""
+    out, lse, *_ = CUDNN(q, k, v, bias, True, 0.0, causal, False, scale=scale)
+    return out, lse.squeeze(-1) if lse.dim() == 4 else lse
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Return whether the rows of q, k or v start at addresses that CUDA's kernels assume."""
+    strides_fit = x.stride(-1) == 1 and all(stride % ALIGNED == 0 for stride in (*x.stride()[:-1], x.shape[-1]))
+    return strides_fit and x.data_ptr() % (2 * ALIGNED) == 0
 
 
 def _params(
@@ -140,14 +156,14 @@ def _aligned_rows(x: Tensor) -> Tensor:
     missing = -x.shape[-1] % ALIGNED
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
-    strides_fit = all(stride % ALIGNED == 0 for stride in x.stride()[:-1])
-    return x if strides_fit and x.data_ptr() % (2 * ALIGNED) == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(bias: Tensor, keys: int) -> Tensor:
-    """Return a copy of the bias whose strides are multiples of ALIGNED, also those of dimensions of size 1."""
-    rows = bias.new_empty((*bias.shape[:-1], keys + -keys % ALIGNED))[..., :keys]
-    return rows.copy_(bias.expand_as(rows))
+    """Return a copy of the bias in FP16 whose strides are multiples of ALIGNED, also those of dimensions of size 1."""
+    shape = (*bias.shape[:-1], keys + -keys % ALIGNED)
+    rows = torch.empty(shape, dtype=torch.float16, device=bias.device)[..., :keys]
+    return rows.fill_(-torch.inf).masked_fill_(bias, 0.0) if bias.dtype == torch.bool else rows.copy_(bias)
 
 
 def _additive(bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -51,10 +51,24 @@ def larger_of_each(a, b, other_a, other_b):
 
 
 @triton.jit
+def seen_keys(p_seen, groups, length, n, BLOCK: tl.constexpr):
+    """Return 1 for each of `n` keys (BLOCK,) that some group of queries sees; `p_seen` has `length` bytes a group."""
+    GROUPS: tl.constexpr = 16
+    o_n = tl.arange(0, BLOCK)
+    b_seen = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, groups, GROUPS):
+        o_group = start + tl.arange(0, GROUPS)
+        p_tile = p_seen + tl.cast(o_group, tl.int64)[:, None] * length + o_n[None, :]
+        b_tile = tl.load(p_tile, mask=(o_group < groups)[:, None] & (o_n < n)[None, :], other=0)
+        b_seen = tl.maximum(b_seen, tl.max(b_tile.to(tl.int32), 0))
+    return b_seen
+
+
+@triton.jit
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
-    p_visible,  # (B, S) bytes: 1 for keys that some query sees
+    p_visible,  # (B, groups, S) bytes: 1 for keys that some query of a group sees
     p_block,  # (blocks, 2): sequence and block within it, when VARLEN
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
@@ -67,6 +81,7 @@ def anchor_kernel(
     stride_vh,
     stride_vn,
     stride_visible,
+    groups,
     heads,
     length,
     blocks,
@@ -117,9 +132,8 @@ def anchor_kernel(
         bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
     # Keys that no query sees, and keys that are not finite, enter no mean.
     if HAS_VISIBLE:
-        p_seen = p_visible + batch * stride_visible + first
-        seen = tl.load(p_seen + tl.arange(0, BLOCK), mask=m_key, other=0) != 0
-        hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)
+        seen = seen_keys(p_visible + batch * stride_visible + first, groups, length, n, BLOCK) > 0
+        hidden = hidden | (tl.max(tl.where(tl.arange(0, BLOCK) == 0, seen, False).to(tl.int32), 0) == 0)
         bad = bad & seen
         m_key = m_key & seen
     m_key = m_key & m_finite

@@ -58,8 +58,9 @@ def find_anchors(
         The last stride is 1.
     block : int
         A power of two.
-    visible : Tensor (B, S), bool, optional
-        Keys that some query sees; the others are ignored.
+    visible : Tensor (B, groups, S), UINT8, optional
+        1 for keys that some query of a group sees; keys that nobody sees are ignored. The last two strides are those
+        of a contiguous tensor.
     packing : Packing, optional
         Required for packed keys.
     check_values : bool
@@ -71,18 +72,17 @@ def find_anchors(
         k.new_empty((batch, heads, blocks, k.shape[-1])),
         torch.empty(1, dtype=torch.int32, device=k.device),
     )
-    seen, seen_stride = _bytes(visible, k)
+    seen, seen_stride, groups = (k, 0, 1) if visible is None else (visible, visible.stride(0), visible.shape[1])
     table, cu = (packing.table, packing.cu_seqlens) if packing else (key_blocks.marked, key_blocks.marked)
     pad = pad_dim(k.shape[-1])
     launch(
         anchor_kernel, (batch * blocks * heads, 1, 1),
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
-        (*strides_of(k), *strides_of(v), seen_stride, heads, length, blocks),
+        (*strides_of(k), *strides_of(v), seen_stride, groups, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": False},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
-    _copy_first_visible_anchor(key_blocks.anchors, visible, block)
     return key_blocks
 
 
@@ -93,13 +93,19 @@ def shift_exact(
 
     Parameters
     ----------
-    k, block, visible, packing
+    k, block, packing
         As in `find_anchors`.
+    visible : Tensor (B, S), bool, optional
+        Keys that some query sees; the others are ignored.
     """
     heads, _, batch, blocks = _extent(k, block, packing)
     anchor = k.new_empty((batch, heads, blocks, k.shape[-1]))
     shifted = _shift(k, anchor, (0.0, 0.0), block, visible, packing, gemm=False)
-    _copy_first_visible_anchor(anchor, visible, block)
+    if visible is not None:
+        # The first block's frame counts for all scores. If that block is padding, its anchor is 0, and every offset
+        # would be as large as the scores. So it gets the anchor of the first block with a visible key.
+        first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first
+        anchor[:, :, 0] = anchor[torch.arange(len(first), device=first.device), :, first]
     return shifted, anchor
 
 
@@ -116,7 +122,7 @@ def shift_paper(
     Parameters
     ----------
     k, block, visible
-        As in `find_anchors`.
+        As in `shift_exact`.
     matrix : (float, float)
         Diagonal entry of M, and the off-diagonal entry without its sign.
     engine : "gemm" or "mean"
@@ -137,14 +143,14 @@ def _shift(
 ) -> Tensor:
     heads, length, batch, blocks = _extent(k, block, packing)
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
-    seen, seen_stride = _bytes(visible, k)
+    seen = k if visible is None else visible.contiguous().view(torch.uint8)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (shifted, shifted)
     pad = pad_dim(k.shape[-1])
     width = min(pad, SLICE_ON_NPU) if k.device.type == "npu" else pad
     launch(
         shift_kernel, (batch * blocks * heads, -(-k.shape[-1] // width), 1),
         (k, seen, table, cu, shifted, shifted if anchor is None else anchor),
-        (*matrix, *strides_of(k), seen_stride, *strides_of(shifted), heads, length, blocks),
+        (*matrix, *strides_of(k), 0 if visible is None else length, *strides_of(shifted), heads, length, blocks),
         {"D": k.shape[-1], "WIDTH": width, "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "EXACT": anchor is not None, "GEMM": gemm, "VARLEN": packing is not None},
         num_warps=4 if block * width <= 8192 else 8,
@@ -152,25 +158,8 @@ def _shift(
     return shifted
 
 
-def _copy_first_visible_anchor(anchors: Tensor, visible: Tensor | None, block: int) -> None:
-    """Give the first block, whose frame all scores use, the anchor of the first block with a visible key.
-
-    If the first block is padding, its anchor is 0, and every offset would be as large as the scores.
-    """
-    if visible is not None:
-        first = visible.to(torch.uint8).argmax(1) // block  # of equal values, argmax returns the first
-        anchors[:, :, 0] = anchors[torch.arange(len(first), device=first.device), :, first]
-
-
 def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, int, int]:
     """Return heads, length, batch size and number of blocks."""
     if packing is not None:
         return k.shape[1], k.shape[0], 1, packing.table.shape[0]
     return k.shape[1], k.shape[2], k.shape[0], -(-k.shape[2] // block)
-
-
-def _bytes(visible: Tensor | None, k: Tensor) -> tuple[Tensor, int]:
-    if visible is None:
-        return k, 0
-    seen = visible.contiguous().view(torch.uint8)
-    return seen, seen.stride(0)

@@ -80,15 +80,30 @@ def launch(
     options
         Options of the compiler, such as num_warps.
     """
-    ready = _compiled(kernel, grid, tensors, numbers, constants, options)
-    if ready is None:
-        step = _launch_by_triton(kernel, grid, numbers, constants, options)
-    else:
-        step = _launch_directly(ready, grid, tensors[0].device, (*numbers, *(None,) * len(constants)))
+    step, direct = _prepare_launch(kernel, grid, tensors, numbers, constants, options)
     if (record := recorder()) is not None:
-        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, ready is not None))
+        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, direct))
     with unrecorded() if record else nullcontext():  # the interpreter copies tensors
         step(tensors)
+
+
+def prepared(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    **options: Any,
+) -> Launch:  # fmt: skip
+    """Return a function of tensors like these that launches the kernel as `launch` does, and that no plan records."""
+    return _prepare_launch(kernel, grid, tensors, numbers, constants, options)[0]
+
+
+def _prepare_launch(
+    kernel: Any, grid: Grid, tensors: Sequence[Any], numbers: Sequence[Any], constants: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Launch, bool]:  # fmt: skip
+    """Return a function that launches a kernel, and whether it takes addresses as well as tensors."""
+    ready = _compiled(kernel, grid, tensors, numbers, constants, options)
+    if ready is None:
+        return _launch_by_triton(kernel, grid, numbers, constants, options), False
+    return _launch_directly(ready, grid, tensors[0].device, (*numbers, *(None,) * len(constants))), True
 
 
 def _compiled(
@@ -127,6 +142,23 @@ def _launch_by_triton(
 def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
     """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
     return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
+
+
+def early(device: torch.device) -> bool:
+    """Return whether kernels use programmatic dependent launch (PDL), which Hopper and later GPUs have.
+
+    Such a kernel is set up while the previous kernel ends, and then waits for its results. Waiting
+    kernels hold registers and shared memory. So a kernel that reads keys lets the next one start only
+    at its end; otherwise the programs of the next call crowd on the few multiprocessors with room.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launched_early(device: torch.device) -> dict[str, bool]:
+    """Return Triton's launch option for PDL, or no option for devices whose Triton backend lacks it."""
+    return {"launch_pdl": True} if early(device) else {}
 
 
 def current_stream(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
-from pasa.ops.attention.triton.launcher import launch, workspace
+from pasa.ops.attention.triton.launcher import early, launch, launched_early, workspace
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors, warps_for
 
 LANES = 4  # warps of a program; one with separate keys is called a lane (lanes_kernel.py)
@@ -164,23 +164,6 @@ def lane_stages(architecture: str) -> int:
 
 
 @cache
-def early(device: torch.device) -> bool:
-    """Return whether kernels use programmatic dependent launch (PDL), which Hopper and later GPUs have.
-
-    Such a kernel is set up while the previous kernel ends, and then waits for its results. Waiting
-    kernels hold registers and shared memory. So a kernel that reads keys lets the next one start only
-    at its end; otherwise the programs of the next call crowd on the few multiprocessors with room.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launched_early(device: torch.device) -> dict[str, bool]:
-    """Return Triton's launch option for PDL, or no option for devices whose Triton backend lacks it."""
-    return {"launch_pdl": True} if early(device) else {}
-
-
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
     height = max(16, 1 << (rows - 1).bit_length())

@@ -12,11 +12,9 @@ from pasa.ops.attention.triton.decode.launch import (
     Splits,
     blocks_of_a_split,
     decode_tiles,
-    early,
     keys_of_a_lane,
     lane_options,
     lane_stages,
-    launched_early,
     merge,
     sizes,
     split_limit,
@@ -24,7 +22,7 @@ from pasa.ops.attention.triton.decode.launch import (
 from pasa.ops.attention.triton.decode.paged_anchored_kernel import TURNS, decode_anchored_paged_kernel
 from pasa.ops.attention.triton.decode.paged_kernel import decode_lanes_paged_kernel, decode_paged_kernel
 from pasa.ops.attention.triton.kernel_call import DECODE_TILE, KernelCall, strides_of
-from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.launcher import early, launch, launched_early
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 from pasa.ops.packed import tile_table
 

@@ -21,17 +21,17 @@ NVIDIA_CASES = [
     *(
         make_case(
             shift_columns_kernel,
-            f"shift_columns_{name}",
-            {"HAS_SEEN": not whole, "SHIFT": shift, "WHOLE": whole, "PARTS": 32} | (WHOLE if whole else COLUMNS),
+            f"shift_columns_{'whole' if whole else 'scanned'}",
+            {"HAS_SEEN": not whole, "WHOLE": whole, "PARTS": 32} | (WHOLE if whole else COLUMNS),
             options={"num_warps": 8},
             architectures=ARCHITECTURES,
         )
-        for name, shift, whole in (("scanned", True, False), ("whole", True, True), ("unshifted", False, False))
+        for whole in (False, True)
     ),
     *(
         make_case(
             finish_kernel,
-            f"finish_{mask}_d{dim}_{rows}",
+            f"finish_{mask}_d{dim}_{rows}" + "_early" * early,
             {
                 "MASK": mask,
                 "SCANNED": rows > 1,
@@ -40,9 +40,13 @@ NVIDIA_CASES = [
                 "BLOCK_L": 16 * rows if rows > 1 else 1,
                 "BLOCK_M": rows,
                 "BLOCK_N": 4096 // dim,
+                "PDL": early,
             },
-            architectures=ARCHITECTURES,
+            architectures=(90,) if early else ARCHITECTURES,
         )
-        for mask, dim, rows in (("none", 128, 32), ("none", 128, 1), ("bool", 64, 32), ("float", 256, 32))
+        for mask, dim, rows, early in (
+            *(("none", 128, 32, False), ("none", 128, 1, False), ("bool", 64, 32, False), ("float", 256, 32, False)),
+            *(("none", 128, 32, True), ("none", 128, 1, True)),
+        )
     ),
 ]

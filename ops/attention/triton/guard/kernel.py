@@ -89,13 +89,13 @@ def scan_kernel(
     tl.store(p_out + 2 * D, top, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["stride_seen", "keys", "splits", "blocks"])
+@triton.jit(do_not_specialize=["stride_seen", "keys", "splits"])
 def shift_columns_kernel(
     p_k,  # as in `scan_kernel`, like every argument without a comment
     p_v,
     p_seen,
     p_extremes,  # unless WHOLE
-    p_shifted,  # (B, Hkv, S, D) FP16, contiguous: K', with SHIFT
+    p_shifted,  # (B, Hkv, S, D) FP16, contiguous: K'
     p_column,  # (B, Hkv, 2, D) FP16: anchors, NaN where a key that a row sees is not finite; the largest |v|
     stride_kb,
     stride_kh,
@@ -107,9 +107,7 @@ def shift_columns_kernel(
     heads,
     keys,
     splits,
-    blocks,  # programs that share a column; 1 without SHIFT
     HAS_SEEN: tl.constexpr,
-    SHIFT: tl.constexpr,  # False: anchors are 0
     WHOLE: tl.constexpr,  # BLOCK holds all keys, so no scan came before
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -122,9 +120,9 @@ def shift_columns_kernel(
     range, and are clamped.
     """
     SLICES: tl.constexpr = (D + WIDTH - 1) // WIDTH
-    o_block = tl.program_id(0) % blocks
-    o_pair = tl.cast(tl.program_id(0) // blocks // SLICES, tl.int64)
-    o_d = tl.program_id(0) // blocks % SLICES * WIDTH + tl.arange(0, WIDTH)
+    o_block = tl.program_id(0) % splits
+    o_pair = tl.cast(tl.program_id(0) // splits // SLICES, tl.int64)
+    o_d = tl.program_id(0) // splits % SLICES * WIDTH + tl.arange(0, WIDTH)
     batch, head = o_pair // heads, o_pair % heads
     first = tl.cast(o_block, tl.int64) * BLOCK
     n = keys - o_block * BLOCK
@@ -153,17 +151,14 @@ def shift_columns_kernel(
     far = tl.maximum(tl.abs(b_low), tl.abs(b_high), propagate_nan=tl.PropagateNan.ALL)
     shared = (b_low * b_high > 0.0) & (far <= 3.0 * near) & (far < INF)
     b_anchor = tl.where(shared, (b_low + b_high) * 0.5, 0.0).to(tl.float16)
-    if SHIFT:
-        if HAS_SEEN:
-            b_new = tl.where(is_finite(b_k), b_k, 0.0).to(tl.float32) - b_anchor.to(tl.float32)[None, :]
-            b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to(tl.float16)
-        else:
-            b_new = tl.where(is_finite(b_k), b_k - b_anchor[None, :], 0.0).to(tl.float16)
-        o_n = tl.arange(0, BLOCK)
-        p_tile = p_shifted + (o_pair * keys + first) * D + o_n[:, None] * D + o_d[None, :]
-        tl.store(p_tile, b_new, mask=(o_n < n)[:, None] & (o_d < D)[None, :])
+    if HAS_SEEN:
+        b_new = tl.where(is_finite(b_k), b_k, 0.0).to(tl.float32) - b_anchor.to(tl.float32)[None, :]
+        b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to(tl.float16)
     else:
-        b_anchor = tl.zeros_like(b_anchor)
+        b_new = tl.where(is_finite(b_k), b_k - b_anchor[None, :], 0.0).to(tl.float16)
+    o_n = tl.arange(0, BLOCK)
+    p_tile = p_shifted + (o_pair * keys + first) * D + o_n[:, None] * D + o_d[None, :]
+    tl.store(p_tile, b_new, mask=(o_n < n)[:, None] & (o_d < D)[None, :])
     if o_block == 0:
         bad = (b_low != b_low) | (b_low == -INF) | (b_high == INF)
         p_out = p_column + o_pair * (2 * D) + o_d
@@ -275,6 +270,7 @@ def finish_kernel(
     BLOCK_L: tl.constexpr,  # rows of a program
     BLOCK_M: tl.constexpr,  # of them looked at together
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,  # launched while the fused kernel ends
 ):
     """Add to the log-sum-exp what anchors took from the scores, and attend again from rows that may be wrong.
 
@@ -293,6 +289,8 @@ def finish_kernel(
     p_lse += batch * stride_lb + head * stride_lh
     p_q += batch * stride_qb + head * stride_qh
     o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
     wanted = tl.full((), 1, tl.int32)
     suspect = tl.full((), 0, tl.int32)
@@ -310,10 +308,16 @@ def finish_kernel(
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
-        broken = tl.max(tl.where(is_finite(b_out) & is_finite(b_q), 0, 1), 1)
-        broken = tl.where(b_lse < INF, broken, 1)  # also where it is NaN
+        m_clean = is_finite(b_out)
+        if SCANNED or MASK != "none":
+            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        if MASK != "none":  # otherwise a query that is not finite shows in the log-sum-exp
+            m_clean = m_clean & is_finite(b_q)
+        broken = tl.max(tl.where(m_clean, 0, 1), 1)
+        # Rows without keys have -inf. Only a mask makes many of them, so without a mask -inf is looked into as well.
+        m_lse = b_lse < INF if MASK != "none" else tl.abs(b_lse) < INF
+        broken = tl.where(m_lse, broken, 1)  # also where it is NaN
         if SCANNED:
             b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
             tl.store(p_lse + o_m * stride_lm, b_lse, mask=o_m < rows)

@@ -98,7 +98,7 @@ class Plan:
         self.centre = pairs * parts, (*strides[1][:3], heads_kv, keys, parts, dim, pad, part)
         self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
-            *strides[1][:3], *strides[2][:3], 0, heads_kv, keys, blocks,
+            *strides[1][:3], *strides[2][:3], 0, 1, heads_kv, keys, blocks,
             dim, pad, SLICE, KEY_BOX, False, is_causal, False, True,
         )  # fmt: skip
         self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)

@@ -359,8 +359,18 @@ def attention_kernel(
         b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
         b_framed = tl.zeros((BLOCK_M,), tl.float32)
         b_frame = tl.zeros((D_PAD,), tl.float32)
-        if SHIFT != "none":  # the first block's anchor is its frame
+        p_listed = p_order
+        if LISTED:
+            o_order = batch * stride_order_b + head * stride_order_h + o_tile
+            listed = tl.cdiv(keys, BLOCK_N)
+            p_listed = p_order + o_order * listed
+            whole_tiles = tl.load(p_counts + 2 * o_order)
+            torn_tiles = tl.load(p_counts + 2 * o_order + 1)
+        if SHIFT != "none":  # the anchor of the first block that is visited is its frame
             first = tl.where(whole_from < whole, whole_from, begin) // ANCHOR_BLOCK
+            if LISTED:  # a list may be empty
+                p_entry = p_listed + tl.where(whole_tiles > 0, 0, listed - torn_tiles)
+                first = tl.load(p_entry, mask=whole_tiles + torn_tiles > 0, other=0) * BLOCK_N // ANCHOR_BLOCK
             m_first = (o_d < D) & (first * ANCHOR_BLOCK < keys)
             b_frame = tl.load(p_anchors + first * D + o_d, mask=m_first, other=0.0).to(tl.float32)
         if (LISTED and GUARDED) and FAST:
@@ -369,19 +379,16 @@ def attention_kernel(
         whole = tl.where(active, whole, 0)
         end = tl.where(active, end, 0)
         gap = tl.maximum(whole - whole_from, 0)
-        p_listed = p_order
         if LISTED:
-            o_order = batch * stride_order_b + head * stride_order_h + o_tile
-            end = tl.cdiv(keys, BLOCK_N)
-            p_listed = p_order + o_order * end
+            end = listed
             b_max, b_sum, b_acc, b_frame, b_framed = attend(
                 b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, tl.where(active, tl.load(p_counts + 2 * o_order), 0), keys, diagonal, span, 0, 0, scale,
+                o_row, rows, 0, tl.where(active, whole_tiles, 0), keys, diagonal, span, 0, 0, scale,
                 ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True,
                 SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True, WINDOW,
                 CAP,
             )  # fmt: skip
-            whole = end - tl.where(active, tl.load(p_counts + 2 * o_order + 1), 0)
+            whole = end - tl.where(active, torn_tiles, 0)
         elif FAST and MASK == "none":
             b_max, b_sum, b_acc = attend_whole(
                 b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,

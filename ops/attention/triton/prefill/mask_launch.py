@@ -25,8 +25,8 @@ class MaskTiles:
         back.
     counts : Tensor (B or 1, Hq or 1, row tiles, 2), INT32
         The number of tiles of either kind.
-    visible : Tensor (B, Skv), bool
-        Keys that some query sees.
+    visible : Tensor (B, H x row tiles, Skv), UINT8
+        1 for keys that some row of a tile sees, H being 1 or Hq.
     """
 
     order: Tensor
@@ -56,7 +56,7 @@ class MaskTiles:
             {"MASK": call.mask_kind, "CAUSAL": call.banded, "WINDOW": call.has_window, "BLOCK_M": block_m,
              "BLOCK_N": block_n, "TILES": max(1, KEYS // block_n)}, num_warps=4,
         )  # fmt: skip
-        return cls(order, counts, seen.flatten(1, 2).any(1).expand(call.k.shape[0], keys))
+        return cls(order, counts, seen.flatten(1, 2).expand(call.k.shape[0], -1, keys))
 
     def strides(self) -> tuple[int, int]:
         """Return the strides of batch and head, in row tiles; 0 where all share one mask."""

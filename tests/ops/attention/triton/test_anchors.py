@@ -17,10 +17,26 @@ def test_the_first_anchor_is_that_of_the_first_block_with_a_key():
     first_seen = torch.tensor([0, 70, 149], device=DEVICE)
     visible = torch.arange(150, device=DEVICE) >= first_seen.unsqueeze(1)
     shifted, anchors = shift_exact(k, 64, visible=visible)
-    for result in (anchors, find_anchors(k, k, 64, visible=visible).anchors):
-        for b, block in enumerate((0, 1, 2)):
-            assert torch.equal(result[b, :, 0], result[b, :, block])
-            assert ((result[b, :, 0].float() - 100 * (b + 1)).abs() < 1).all()
+    for b, block in enumerate((0, 1, 2)):
+        assert torch.equal(anchors[b, :, 0], anchors[b, :, block])
+        assert ((anchors[b, :, 0].float() - 100 * (b + 1)).abs() < 1).all()
     seen = visible[:, None, :, None]
     restored = shifted.float() + anchors.repeat_interleave(64, 2)[:, :, :150].float()
     assert torch.equal(restored.where(seen, k.float()), k.float())
+
+
+def test_a_key_counts_that_any_group_of_queries_sees():
+    """A block whose keys nobody sees has no anchor, and a block's anchor is that of the keys that somebody sees."""
+    g = torch.Generator().manual_seed(1)
+    k = (torch.randn(2, 3, 150, 32, generator=g) * 0.1 + 50).half().to(DEVICE)
+    k[:, :, ::3] = 400.0  # no group sees these
+    seen = torch.rand(2, 37, 150, generator=g) < 0.1
+    seen[0, :, :64] = False
+    seen[..., ::3] = False
+    anyone = seen.any(1).to(DEVICE)
+    found = find_anchors(k, k, 64, visible=seen.to(DEVICE, torch.uint8))
+    _, expected = shift_exact(k, 64, visible=anyone)
+    assert not found.anchors[0, :, 0].any()
+    assert torch.equal(found.anchors[0, :, 1:], expected[0, :, 1:])
+    assert torch.equal(found.anchors[1], expected[1])
+    assert (found.norms[1] < 50.5 * 32**0.5).all()
