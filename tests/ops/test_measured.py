@@ -68,7 +68,7 @@ def test_another_kind_of_call_stays_where_it_was(hopper):
     """A causal call is not like a full one, nor is decoding, and an H100 is not like another GPU."""
     assert served(chosen()[0], 4096, 4096, is_causal=True) == "triton"
     assert served(chosen()[0], 16, 4096) == "triton"
-    assert served(chosen()[0], 17, 4096) == "sdpa"
+    assert served(chosen()[0], 1100, 4096) == "sdpa"
     hopper.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
     registry.choose.cache_clear()
     assert not isinstance(chosen()[0], registry.ByShape)
