@@ -19,7 +19,7 @@ from pasa.ops.attention.call import Call, Results, capturing, to_fp16
 from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, head_anchors, pay, rows_of_key_head
 from pasa.ops.attention.sdpa.fused import fused_attention
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
-from pasa.ops.attention.spec.packed import attend_apart
+from pasa.ops.attention.spec.packed import attend_apart, attend_each
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
@@ -35,7 +35,9 @@ def attend(call: Call) -> Results:
     """Attend to dense tensors, packed sequences one after another, or a paged cache, whose pages are gathered."""
     if call.pages is not None:
         return attend_gathered(attend, call)
-    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_dense(call)
+    if call.cu_q is not None:
+        return attend_apart(_attend_dense, call)
+    return attend_each(_attend_dense, call) if call.options.batch_invariant else _attend_dense(call)
 
 
 def _attend_dense(call: Call) -> Results:
