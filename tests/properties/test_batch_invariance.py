@@ -12,7 +12,7 @@ import torch
 
 import pasa
 from pasa.ops import plans
-from pasa.ops.attention.triton import anchor_launch, tiles
+from pasa.ops.attention.triton import anchor_launch, backend, tiles
 from pasa.ops.attention.triton.decode import launch, paged_launch
 from pasa.ops.attention.triton.hopper import launch as hopper
 from pasa.ops.attention.triton.paper import launch as paper
@@ -112,6 +112,7 @@ def constants(monkeypatch, many_splits):
     for module in (*modules, tiles):
         if hasattr(module, "device_architecture"):
             monkeypatch.setattr(module, "device_architecture", lambda _: "sm_90")
+    monkeypatch.setattr(backend, "hopper_serves", lambda _: False)
     monkeypatch.setattr(prefill, "best_tile", lambda _, variant, choices, run: choices[len(collected) % len(choices)])
     monkeypatch.setattr(plans, "_plans", {})
     return collected
@@ -124,7 +125,7 @@ def test_launches_of_a_sequence_have_the_same_constants(kind, recovery, constant
     """Tiles, warps and the width of the merge decide in which order a GPU adds up; only the batch varies here."""
     config = dataclasses.replace(INVARIANT, recovery=recovery)
     for seed in range(8):
-        pool = draw(kind, seed, device="cpu", config=config, backend="triton")
+        pool = draw(kind, seed, device=DEVICE, config=config, backend="triton")
         if recovery == "paper":
             pool.how.update(window=None, softcap=None, sinks=None)
         constants.clear()
