@@ -14,6 +14,7 @@ import pasa
 HEADS = ((4, 2), (3, 1), (2, 2), (8, 1))
 DIMS = (16, 40, 64, 128)
 BIASES = (0.0, 0.0, 60.0, 4000.0)  # at 60, FP16 scores overflow; at 4000, FP32 sums of them have no digit left
+SPREADS = (*(1.0,) * 7, 1000.0)  # at 1000, no anchor helps, and every split needs the exact pass
 FEATURES: tuple[dict[str, Any], ...] = ({}, {}, {"window": (37, 0)}, {"softcap": 20.0}, {"sinks": True})
 Bits = tuple[Tensor, ...]  # output (rows, Hq, D), log-sum-exp (rows, Hq) and largest scores (Hq,) of a sequence
 
@@ -50,7 +51,7 @@ class Pool:
 
 
 def draw(kind: str, seed: int, size: int = 5, device: str = "cpu", **how: Any) -> Pool:
-    """Draw a pool; half of the sequences have keys with a bias, and the last has a NaN."""
+    """Draw a pool; half of the sequences have keys with a bias, some have large ones, and the last has a NaN."""
     g = torch.Generator().manual_seed(seed)
     heads, dim = HEADS[pick(g, len(HEADS))], DIMS[pick(g, len(DIMS))]
     feature = dict(FEATURES[pick(g, len(FEATURES))]) if kind != "masked" else {}
@@ -62,7 +63,7 @@ def draw(kind: str, seed: int, size: int = 5, device: str = "cpu", **how: Any) -
         rows = (1, 5, 70, 150)[pick(g, 4)]
         lengths = [(rows, rows + pick(g, 150 if rows > 5 else 700))] * size
     else:
-        rows_of = [(1, 1 + pick(g, 8), 1 + pick(g, 100))[pick(g, 3)] for _ in range(size)]
+        rows_of = [(1, 1 + pick(g, 8), 1 + pick(g, 60))[pick(g, 3)] for _ in range(size)]
         lengths = [(rows, rows + pick(g, 150)) for rows in rows_of]
     sequences = tuple(one(g, heads, dim, *length) for length in lengths)
     sequences[-1].k[0, 0, 0] = torch.nan
@@ -78,6 +79,8 @@ def one(g: torch.Generator, heads: tuple[int, int], dim: int, rows: int, keys: i
     """Draw a sequence."""
     q, k, v = (torch.randn(n, h, dim, generator=g) for n, h in ((rows, heads[0]), (keys, heads[1]), (keys, heads[1])))
     k[:, :, : dim // 2] += BIASES[pick(g, len(BIASES))]
+    k *= SPREADS[pick(g, len(SPREADS))]
+    k.clamp_(-60000.0, 60000.0)
     q[:, :, : dim // 4] += 2.0 * pick(g, 2)
     return Sequence(q.half(), k.half(), v.half())
 

@@ -17,10 +17,11 @@ The backend refuses, by name: ALiBi, quantised caches and outputs, encoders, att
 another head dimension than keys. From 0.28 on, vLLM itself refuses adaptive verification and context parallelism,
 because this backend does not declare them as supported. With VLLM_BATCH_INVARIANT=1, layers run with
 ``PasaConfig(batch_invariant=True)``, and the engine must attend to a prompt in one step: the backend refuses chunked
-prefill and prefix caching, by which other requests decide how a prompt is cut. CUDA graphs of a whole step are for
-batches in which all sequences have equally many queries, which includes speculative decoding. vLLM captures other
-batches in pieces. Page anchors are not used, because vLLM plans no memory for them and pages that a KV connector fills
-would lack them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
+prefill and prefix caching, by which other requests decide how a prompt is cut. Older versions accept only backends of
+their own in that mode. CUDA graphs of a whole step are for batches in which all sequences have equally many queries,
+which includes speculative decoding. vLLM captures other batches in pieces. Page anchors are not used, because vLLM
+plans no memory for them and pages that a KV connector fills would lack them. A backend that owns both memory and
+connector can pass anchors to `attend_layer`.
 
 vLLM's platform for CPUs and vllm-ascend ignore `--attention-backend CUSTOM`. They choose among their own backends, so a
 model served there does not run PASA. An Ascend backend gets the same arguments under other names. In

@@ -15,6 +15,7 @@ from pasa.ops import plans
 from pasa.ops.attention.triton import anchor_launch, backend, tiles
 from pasa.ops.attention.triton.decode import launch, paged_launch
 from pasa.ops.attention.triton.hopper import launch as hopper
+from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.paper import launch as paper
 from pasa.ops.attention.triton.prefill import launch as prefill
 from pasa.ops.attention.triton.prefill import mask_launch
@@ -24,9 +25,15 @@ from tests.batchings import KINDS, changed, draw
 from tests.inputs import DEVICE, max_error, normal_qkv
 
 CLAIMED = [name for name, each in BACKENDS.items() if True in (each.values("batch_invariant") or (True,))]
-POOLS, EACH = 17, 5  # of each kind, and batches of each pool: 510 of a backend
+POOLS = {"dense": 17, "masked": 17, "packed": 17, "decode": 25, "anchored": 17, "paged": 9}  # the last are slow
+EACH = 5  # batches of each pool: 510 of a backend
 INVARIANT = pasa.PasaConfig(batch_invariant=True)
 UNSUPPORTED = {"sdpa": "softcap"}
+
+
+def test_the_number_of_batches():
+    assert set(POOLS) == set(KINDS)
+    assert sum(POOLS.values()) * EACH == 510  # docs/batch-invariance.md
 
 
 def test_these_backends_claim_it():
@@ -38,16 +45,16 @@ def test_these_backends_claim_it():
 @pytest.fixture
 def many_splits(monkeypatch):
     """Split short keys too, and as on a device on which the batch decides into how many splits."""
+    monkeypatch.setattr(launch, "FIXED_KEYS", 256)  # two blocks of lanes, or more
+    monkeypatch.setattr(launch, "FIXED_SPLITS", 4)
     for module in (launch, paged_launch):
-        monkeypatch.setattr(module, "FIXED_KEYS", 256)  # two blocks of lanes, or more
-        monkeypatch.setattr(module, "FIXED_SPLITS", 4)
-        monkeypatch.setattr(module, "processors", lambda _: 6)
+        monkeypatch.setattr(module, "processors", lambda _: 12)
     monkeypatch.setattr(paged_launch, "FIXED_KEYS_OF_TILES", 128)
     monkeypatch.setattr(paged_launch, "FIXED_SPLITS_OF_TILES", 2)
     monkeypatch.setattr(plans, "_plans", {})
 
 
-def pools(kind, backend, config=INVARIANT, seeds=range(POOLS)):
+def pools(kind, backend, seeds, config=INVARIANT):
     """Yield the pools of a kind that a backend serves."""
     for seed in seeds:
         pool = draw(kind, seed, device=DEVICE, config=config, backend=backend, return_max_logits=seed % 2 == 0)
@@ -60,10 +67,9 @@ def pools(kind, backend, config=INVARIANT, seeds=range(POOLS)):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", CLAIMED)
 def test_no_batch_changes_a_bit(backend, kind, part, many_splits):
-    seeds = range(POOLS)[part::2]
-    assert {seed: changed(pool, EACH, seed) for seed, pool in pools(kind, backend, seeds=seeds)} == dict.fromkeys(
-        seeds, 0
-    )
+    seeds = range(POOLS[kind])[part::2]
+    found = {seed: changed(pool, EACH, seed) for seed, pool in pools(kind, backend, seeds)}
+    assert found == dict.fromkeys(seeds, 0)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +78,14 @@ def test_no_batch_changes_a_bit(backend, kind, part, many_splits):
 )
 def test_without_it_batches_change_bits(backend, kind, many_splits):
     """The test above can fail: the same batches change bits where the option is off."""
-    ordinary = pools(kind, backend, pasa.PasaConfig(), range(8))
+    ordinary = pools(kind, backend, range(8), pasa.PasaConfig())
     assert any(changed(pool, EACH, seed) for seed, pool in ordinary)
 
 
 @pytest.mark.parametrize("kind", ["decode", "paged", "dense"])
-def test_the_splits_of_long_sequences(kind):
-    """The same with the splits of ordinary calls, for sequences of 1, 2 and 3 of them."""
+def test_the_splits_of_long_sequences(kind, monkeypatch):
+    """The same with the splits that calls really have, for sequences of 1, 2 and 3 of them."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
     pool = draw(kind, 3, config=INVARIANT, backend="triton", device=DEVICE)
     g = torch.Generator().manual_seed(0)
     keys = {"dense": (2100,) * 3}.get(kind, (300, 1100, 2100))
@@ -87,9 +94,17 @@ def test_the_splits_of_long_sequences(kind):
         k, v = (torch.randn(n, *each.k.shape[1:], generator=g).half().to(DEVICE) for _ in range(2))
         sequences.append(each._replace(q=each.q[:1].contiguous(), k=k + 50.0 * (n == 1100), v=v))
     assert changed(dataclasses.replace(pool, sequences=tuple(sequences)), 4, 3) == 0
-    assert [launch.fixed_splits(n, launch.FIXED_KEYS, launch.FIXED_SPLITS) for n in (1, 1024, 1025, 10**6)] == [
-        1, 1, 2, 16,
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv_heads", "most"), [(1, 64), (2, 64), (3, 32), (4, 32), (8, 16), (28, 4), (200, 1)])
+def test_one_sequence_occupies_a_gpu(kv_heads, most, monkeypatch):
+    """A long sequence gets splits for the 132 multiprocessors of an H100; a short one gets splits of 1024 keys."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    shape = torch.empty(2, kv_heads, 4, 16)
+    limits = launch.fixed_limits(KernelCall(shape, shape, shape, 1.0))
+    assert limits == (1024, most)
+    assert launch.fixed_splits(10**6, *limits) == most
+    assert [launch.fixed_splits(keys, 1024, 64) for keys in (0, 1, 1024, 1025)] == [1, 1, 1, 2]
 
 
 @pytest.fixture

@@ -100,6 +100,8 @@ def sample(model: Any, prompts: Tensor, new: int, attention: str, generator: tor
     ----------
     attention : str
         `PAGED`, or an attention of transformers, which then keeps keys and values in its own cache.
+    generator : torch.Generator
+        On the device of the prompts.
     """
     model.set_attn_implementation(attention)
     batch, length = prompts.shape
@@ -119,7 +121,6 @@ def sample(model: Any, prompts: Tensor, new: int, attention: str, generator: tor
         if not bool(last.isfinite().all()):
             return Completions(tokens, torch.empty(0), False)
         logits.append(last)
-        chances = torch.softmax(last.cpu(), -1)  # drawn on the CPU, so that a seed draws the same on all devices
-        step = torch.multinomial(chances, 1, generator=generator).to(prompts.device)
+        step = torch.multinomial(torch.softmax(last, -1), 1, generator=generator)
         tokens = torch.cat([tokens, step], 1)
     return Completions(tokens, torch.stack(logits, 1), True)

@@ -157,6 +157,11 @@ def judge(records: Sequence[Record]) -> Record:
 
 def report(result: Record) -> list[Table | str]:
     """Return the verdict, the table of all cases, and where they were run."""
+    return [outcome(result), table(result), origin(result)]
+
+
+def table(result: Record) -> Table:
+    """Return a row for each case."""
     settings = result["settings"]
     columns: dict[str, Column] = {
         "model": "model",
@@ -176,7 +181,7 @@ def report(result: Record) -> list[Table | str]:
         f"letter {settings['letter']!r}, mean over the first and the last quarter of the steps. Injected: "
         f"{settings['models']['injected']} added to all scores."
     )
-    return [outcome(result), Table.of("Rollout and training", result["records"], columns, note), origin(result)]
+    return Table.of("Rollout and training", result["records"], columns, note)
 
 
 def figures(result: Record, folder: Path) -> list[Path]:

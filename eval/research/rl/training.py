@@ -115,7 +115,7 @@ def train(
     policy: Policy, prompts: Sequence[Tensor], good: Tensor, steps: int, group: int, new: int, seed: int
 ) -> list[dict[str, Any]]:
     """Return a record of every step; a step is lost where logits are not finite, skipped where gradients are not."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator(policy.device).manual_seed(seed)
     return [
         step(policy, prompts[number % len(prompts)].to(policy.device), good, group, new, draws)
         for number in range(steps)

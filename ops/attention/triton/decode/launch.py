@@ -23,10 +23,11 @@ MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
 
-# Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, but at
-# most so many splits. A split costs as much as `SPLIT_COST` more blocks, a quarter of 1024 keys where programs run one
-# after another. 16 splits of 8 key heads occupy an H100 with one sequence.
-FIXED_KEYS, FIXED_SPLITS = 1024, 16
+# Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, and at
+# most as many as occupy the device with one sequence, but no more than this number, because every merge has room for
+# them. A split costs as much as `SPLIT_COST` more blocks of 64 keys, so a full one costs 12 % where programs run one
+# after another.
+FIXED_KEYS, FIXED_SPLITS = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     pairs = batch * call.k.shape[1]
     blocks = -(-call.k.shape[2] // tile.block_n)
     if call.options.batch_invariant:
-        each = tile.block_n * -(-blocks // fixed_splits(call.k.shape[2], FIXED_KEYS, FIXED_SPLITS))
+        each = tile.block_n * -(-blocks // fixed_splits(call.k.shape[2], *fixed_limits(call)))
     else:
         programs = processors(call.q.device) * (8 // tile.warps)
         each = tile.block_n * blocks_of_a_split(programs, blocks, pairs, split_limit(call))
@@ -113,7 +114,7 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
     blocks = -(-keys // (LANES * block_n))
     if call.options.batch_invariant:
-        each = -(-blocks // fixed_splits(keys, FIXED_KEYS, FIXED_SPLITS))
+        each = -(-blocks // fixed_splits(keys, *fixed_limits(call)))
     else:
         each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES)
     programs = -(-blocks // each)
@@ -209,6 +210,15 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
 def split_limit(call: KernelCall) -> int:
     """Return the most splits that the merge kernel accepts."""
     return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
+
+
+def fixed_limits(call: KernelCall) -> tuple[int, int]:
+    """Return the least keys of a split and the most splits of a batch-invariant call.
+
+    They depend on the device and on the number of key heads, and the most splits are a power of two.
+    """
+    programs = max(1, processors(call.q.device) // call.k.shape[1])
+    return FIXED_KEYS, min(FIXED_SPLITS, 1 << (programs.bit_length() - 1))
 
 
 def fixed_splits(keys: int, least: int, most: int) -> int:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.decode.launch import (
-    FIXED_KEYS,
-    FIXED_SPLITS,
     LANES,
     Splits,
     blocks_of_a_split,
     decode_tiles,
     early,
+    fixed_limits,
     fixed_splits,
     keys_of_a_lane,
     lane_options,
@@ -64,8 +63,7 @@ class PagedTiles:
         """Return the least keys of a split and the most splits of a batch-invariant call; (0, 0) for other calls."""
         if not call.options.batch_invariant:
             return 0, 0
-        tiled = self.tiles.dim() == 2
-        return (FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES) if tiled else (FIXED_KEYS, FIXED_SPLITS)
+        return (FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES) if self.tiles.dim() == 2 else fixed_limits(call)
 
 
 def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
