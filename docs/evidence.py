@@ -9,7 +9,7 @@ from typing import Any
 
 from pasa.eval.kit.stored import pick, stored
 from pasa.eval.kit.tables import markdown, percent
-from pasa.eval.speed.implementations import GUARDED, UNGUARDED
+from pasa.eval.speed.implementations import DEFAULT, GUARDED, UNGUARDED
 from pasa.eval.speed.report import lines
 
 Result = dict[str, Any]
@@ -134,7 +134,7 @@ def _bf16(result: Result) -> str:
 def _speeds(result: Result, plain: bool) -> str:
     """Compare our default with each peer on all cases with many rows, short ones in a CUDA graph; above 1 is faster."""
     names = [c["name"] for c in result["cases"] if not c["decode"] and (c["data"] == "randn") == plain]
-    ours = [(lines(result, name, "graph") or lines(result, name, "eager"))["pasa"] for name in names]
+    ours = [(lines(result, name, "graph") or lines(result, name, "eager"))[DEFAULT.name] for name in names]
     fields = (("cuDNN", "to_cudnn"), ("flash", "to_flash"))
     return ", ".join(f"{_span(each[field] for each in ours)} times as fast as SDPA's {name}" for name, field in fields)
 

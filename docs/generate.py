@@ -44,6 +44,7 @@ from pasa.eval.npu import report as npu
 from pasa.eval.random_calls import run as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
+from pasa.eval.research.rl import run as rl
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -240,6 +241,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "soundness": lambda: soundness.EXPERIMENT.markdown(stored("soundness")),
     "auto": lambda: soundness.AUTO.markdown(stored("auto")),
     "paper_tables": lambda: predict.PAPER_TABLES.markdown(predict.run_paper_tables()),
+    "rl": block("rl", experiment.outcome, rl.table),
     "fp8": lambda: f"{transients(stored('fp8')).captioned()}\n\n{fp8.verdict(stored('fp8'))}",
     "overhead": lambda: overhead.summary(stored("overhead")),
     "overhead_table": lambda: overhead.EXPERIMENT.markdown(stored("overhead")),

@@ -35,6 +35,7 @@ from pasa.eval.npu import run as npu
 from pasa.eval.random_calls import run as random_calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
+from pasa.eval.research.rl import run as rl
 from pasa.eval.research.rounding_training import gpu, training
 from pasa.eval.research.rounding_triggers import run as triggers
 from pasa.eval.speed import choice_run, counters, random_run
@@ -56,7 +57,7 @@ for _group, _modules in (
     (app, (rescue,)),
     (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
     (bench, (step, whole_model_speed, npu, overhead, choice_run)),
-    (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, zoo)),
+    (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, rl, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)

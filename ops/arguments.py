@@ -15,7 +15,7 @@ from pasa.ops.attention.call import DEFAULT, Call, Pages
 from pasa.ops.attention.options import AttentionOptions
 
 # Maps the Python type of an option to its type in a schema.
-TYPES = {"str": "str", "Overflow": "str", "int": "int", "float | None": "float?"}
+TYPES = {"str": "str", "Overflow": "str", "int": "int", "float | None": "float?", "bool": "bool"}
 OPTIONS = len(fields(AttentionOptions))
 LIMITS = (
     "bool is_causal=False",

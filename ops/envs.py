@@ -19,6 +19,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "ASCEND_HOME_PATH": ("", str),  # CANN's own: the folder of CANN, set by its set_env.sh
     # Set by torchrun and accelerate launch. Of several processes, only rank 0 prints.
     "RANK": ("0", int),
+    "VLLM_BATCH_INVARIANT": ("0", lambda text: bool(int(text))),  # vLLM's own: pasa/patching/vllm.py follows it
     "TRITON_INTERPRET": ("0", lambda text: text.lower() in ("1", "true", "on")),  # Triton's own: interpret kernels
 }
 
@@ -58,6 +59,11 @@ def ascend_home() -> Path | None:
     """Return the folder of CANN, or None where none is set up."""
     home = str(read("ASCEND_HOME_PATH"))
     return Path(home) if home else None
+
+
+def vllm_batch_invariant() -> bool:
+    """Return whether vLLM is to give a request the same result whatever it is batched with."""
+    return bool(read("VLLM_BATCH_INVARIANT"))
 
 
 def for_command(**variables: str) -> dict[str, str]:

@@ -46,6 +46,10 @@ class PasaConfig(AttentionOptions):
         "fp32" or "fp16". With "fp16" the output between blocks is kept in FP16; unless recovery="exact", the row
         statistics m, l and F_j are too (then recovery="paper" is Algorithm 1 to the letter).
         The Triton kernels keep exact scores and outputs in FP32, so there "fp16" changes only recovery="paper".
+    batch_invariant : bool
+        True gives a sequence the same bits, whatever it is batched with; False (default) may change them by rounding.
+        The sequence is a batch entry with its mask, or the queries and keys of a packed or paged sequence. It must be
+        attended to by the same function, on the same kind of device. docs/batch-invariance.md has the cost and limits.
 
     Raises
     ------

@@ -47,6 +47,7 @@ RESULTS = {
     "soundness": ROOT / "eval/models/predict/results/soundness.json",
     "auto": ROOT / "eval/models/predict/results/auto.json",
     "overhead": ROOT / "eval/research/fp8_scaling/results/predict.json",
+    "rl": ROOT / "eval/research/rl/results/rl.json",
     "fp8": ROOT / "eval/research/fp8_scaling/results/fp8.json",
 }
 # Runs of one command on several devices or models, each in a folder of its own: "hostile on cpu", and so on.

@@ -20,6 +20,7 @@ from pasa.ops.attention.sdpa import npu
 Prepare: TypeAlias = Callable[[Inputs], dict[str, Call]]
 PLAIN, EXPANDED, AS_ROWS = "as given", "K and V expanded beforehand", "a group's queries as rows"
 FP32, EXACT = pasa.PasaConfig(precision="fp32"), pasa.PasaConfig()
+INVARIANT = pasa.PasaConfig(batch_invariant=True)
 EMULATED_SCORES = 2**28  # q.k of all heads: beyond, the emulation is not worth the wait
 EIGHT_BIT_LIMIT = 0.1  # relative RMSE of 8-bit scores: a cosine of 0.995
 
@@ -145,7 +146,7 @@ def _portable(inputs: Inputs) -> dict[str, Call]:
     return {PLAIN: Call(lambda: backend.portable_attention(call)[0])}
 
 
-def _paged(slots: int, inputs: Inputs) -> dict[str, Call]:
+def _paged(slots: int, inputs: Inputs, config: pasa.PasaConfig = EXACT) -> dict[str, Call]:
     """Decode from the same keys in pages of so many slots, in random order, written with their anchors."""
     (batch, _, rows, _), keys = inputs.q.shape, inputs.k.shape[2]
     if rows > 1 or keys % slots:
@@ -159,13 +160,15 @@ def _paged(slots: int, inputs: Inputs) -> dict[str, Call]:
     pasa.write_pages(k, v, caches[0], caches[1], slot_mapping, key_anchors)
     lengths = torch.full((batch,), keys, dtype=torch.int32, device=k.device)
     tensors = inputs.q.squeeze(2), caches[0], caches[1], table.view(batch, -1).int(), lengths
-    run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, backend="triton")
+    run = partial(pasa.attention_paged, *tensors, key_anchors=key_anchors, config=config, backend="triton")
     return {PLAIN: Call(run, restore=lambda out: out.unsqueeze(2))}
 
 
 FLASH, CUDNN = "sdpa-flash", "sdpa-cudnn"
 GUARDED, UNGUARDED = "pasa-sdpa", "sdpa-unguarded"
 PAGES = (16, 128)  # keys of a page: vLLM's default, and vllm-ascend's
+# What a user gets who names no backend. It may choose `sdpa`, so it is allowed the rounding of unshifted scores.
+DEFAULT = _ours("pasa-default", "ours, the default on the backend that pasa.attention chooses", EXACT, backend=None)
 IMPLEMENTATIONS = (
     Implementation(CUDNN, "torch SDPA, cuDNN backend", partial(_sdpa, "CUDNN_ATTENTION")),
     Implementation(FLASH, "torch SDPA, flash backend (FlashAttention-2)", partial(_sdpa, "FLASH_ATTENTION")),
@@ -177,7 +180,8 @@ IMPLEMENTATIONS = (
     Implementation("flash-attn-4", "package flash-attn-4 (flash_attn.cute)", partial(_flash_attn, "flash_attn.cute")),
     Implementation("sageattention", "package sageattention: 8-bit scores", _sage, limit=EIGHT_BIT_LIMIT),
     _ours("triton-fp32", "our kernels with FP32 scores and softmax, no shift: what the schedule alone gives", FP32),
-    _ours("pasa", "ours, the default: keeps the guarantee", EXACT),
+    DEFAULT,
+    _ours("pasa", "our kernels with default options: keeps the guarantee", EXACT),
     _ours("pasa-paper", 'recovery="paper", as published', pasa.PasaConfig(recovery="paper")),
     Implementation("pasa-portable", "ours, the default, on the portable kernel", _portable, EXACT, shifted=True),
     Implementation(UNGUARDED, "what pasa-sdpa guards, without its guards", _unguarded),
@@ -185,6 +189,14 @@ IMPLEMENTATIONS = (
     *(
         Implementation(f"pasa-paged-{n}", f"ours, from pages of {n} keys", partial(_paged, n), EXACT, shifted=True)
         for n in PAGES
+    ),
+    _ours("pasa-invariant", "ours, batch_invariant=True", INVARIANT),
+    Implementation(
+        f"pasa-paged-{PAGES[0]}-invariant",
+        f"ours, from pages of {PAGES[0]} keys, batch_invariant=True",
+        partial(_paged, PAGES[0], config=INVARIANT),
+        EXACT,
+        shifted=True,
     ),
     Implementation("pasa-reference", "ours, the emulation", _reference, EXACT, shifted=True),
     _ours("pasa-npu", "ours, the default, in Ascend C", EXACT, "npu", "npu"),
@@ -202,8 +214,6 @@ IMPLEMENTATIONS = (
         for precise, name in enumerate(("precise", "fast"))
     ),
 )
-# What a user gets who names no backend. It may choose `sdpa`, so it is allowed the rounding of unshifted scores.
-DEFAULT = _ours("pasa-default", "ours, the default on the backend that pasa.attention chooses", EXACT, backend=None)
 MATH = Implementation("sdpa-math", "torch SDPA, math backend", partial(_sdpa, "MATH"))
 OWN = tuple(each.name for each in IMPLEMENTATIONS if each.name.startswith(("pasa", "triton")))
 

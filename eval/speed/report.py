@@ -11,7 +11,7 @@ from pasa.eval.kit.experiment import verdict
 from pasa.eval.kit.stored import stored
 from pasa.eval.kit.tables import Column, Table, number, percent, short
 from pasa.eval.speed.cases import DATA, FORMULA
-from pasa.eval.speed.implementations import CUDNN, FLASH, GUARDED, OWN, PAGES, UNGUARDED
+from pasa.eval.speed.implementations import CUDNN, DEFAULT, FLASH, GUARDED, OWN, PAGES, UNGUARDED
 
 Record = dict[str, Any]
 METHOD = (
@@ -283,7 +283,7 @@ def readme_data() -> str:
         ratios = {}
         for each in (each for each in result["cases"] if each["name"].partition("+")[0] == case):
             graph, eager = (lines(result, each["name"], how) for how in ("graph", "eager"))
-            ratios[each["data"]] = (graph or eager)["pasa"]["to_cudnn"]
+            ratios[each["data"]] = (graph or eager)[DEFAULT.name]["to_cudnn"]
         worst = min(ratios, key=ratios.__getitem__)
         rows.append(
             [

@@ -34,6 +34,7 @@ class AttentionOptions:
     softmax: str = "safe"
     overflow: Overflow = "inf"
     accumulate: str = "fp32"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -46,6 +47,8 @@ class AttentionOptions:
             # where FP16 has few bits.
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**16:
                 raise ValueError(f"{name}={value!r} is not an integer from 1 to 65536")
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
         if self.beta is None:
             return
         if self.precision != "pasa" or self.recovery != "paper":

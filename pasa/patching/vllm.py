@@ -14,11 +14,14 @@ is found out when the engine starts, together with the arguments and fields that
 unknown, the engine stops there with an error that names them.
 
 The backend refuses, by name: ALiBi, quantised caches and outputs, encoders, attention that is not causal, and values of
-another head dimension than keys. From 0.28 on, vLLM itself refuses adaptive verification, context parallelism and batch
-invariance, because this backend does not declare them as supported. CUDA graphs of a whole step are for batches in
-which all sequences have equally many queries, which includes speculative decoding. vLLM captures other batches in
-pieces. Page anchors are not used, because vLLM plans no memory for them and pages that a KV connector fills would lack
-them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
+another head dimension than keys. From 0.28 on, vLLM itself refuses adaptive verification and context parallelism,
+because this backend does not declare them as supported. With VLLM_BATCH_INVARIANT=1, layers run with
+``PasaConfig(batch_invariant=True)``, and the engine must attend to a prompt in one step: the backend refuses chunked
+prefill and prefix caching, by which other requests decide how a prompt is cut. Older versions accept only backends of
+their own in that mode. CUDA graphs of a whole step are for batches in which all sequences have equally many queries,
+which includes speculative decoding. vLLM captures other batches in pieces. Page anchors are not used, because vLLM
+plans no memory for them and pages that a KV connector fills would lack them. A backend that owns both memory and
+connector can pass anchors to `attend_layer`.
 
 vLLM's platform for CPUs and vllm-ascend ignore `--attention-backend CUSTOM`. They choose among their own backends, so a
 model served there does not run PASA. An Ascend backend gets the same arguments under other names. In
@@ -38,8 +41,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pasa.config import PasaConfig
+from pasa.ops import envs
 from pasa.ops.registry import BACKENDS
-from pasa.patching.vllm_interface import READ, TESTED, check_spec, refuse_unknown
+from pasa.patching.vllm_interface import READ, TESTED, check_schedule, check_spec, refuse_unknown
 from pasa.patching.vllm_layer import LayerOptions, PasaMetadata, attend_layer, split_cache
 
 __all__ = [
@@ -166,6 +171,10 @@ def backend_class() -> type:
             return True
 
         @classmethod
+        def supports_batch_invariance(cls) -> bool:
+            return True
+
+        @classmethod
         def supports_device_cpu_query_lens_mismatch(cls) -> bool:
             return False  # PasaMetadata counts decodes by the lengths on the host
 
@@ -212,7 +221,8 @@ def _implementation(v1: Any) -> type:
             self.kv_cache_dtype = kv_cache_dtype
             self.writes = kv_sharing_target_layer_name is None
             window = None if sliding_window is None else (sliding_window - 1, 0)
-            self.options = LayerOptions(self.scale, window, logits_soft_cap or None, sinks)
+            config = PasaConfig(batch_invariant=True) if envs.vllm_batch_invariant() else None
+            self.options = LayerOptions(self.scale, window, logits_soft_cap or None, sinks, config)
 
         def forward(
             self,
@@ -243,6 +253,8 @@ def _builder(v1: Any) -> type:
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
             check_spec(kv_cache_spec)
+            if envs.vllm_batch_invariant():
+                check_schedule(vllm_config)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PasaMetadata:

@@ -88,3 +88,17 @@ def check_spec(spec: Any) -> None:
             f"pasa's attention backend does not support a cache with {', '.join(refused)}: serve with --dtype float16, "
             "or use another --attention-backend"
         )
+
+
+def check_schedule(vllm_config: Any) -> None:
+    """Raise NotImplementedError if other requests decide how a prompt is cut; only for batch-invariant engines."""
+    cuts = {
+        "chunked prefill": (vllm_config.scheduler_config, "enable_chunked_prefill", "--no-enable-chunked-prefill"),
+        "prefix caching": (vllm_config.cache_config, "enable_prefix_caching", "--no-enable-prefix-caching"),
+    }
+    on = {name: flag for name, (where, field, flag) in cuts.items() if getattr(where, field)}
+    if on:
+        raise NotImplementedError(
+            f"VLLM_BATCH_INVARIANT=1 is set, but {' and '.join(on)} would cut a prompt as the other requests of a step "
+            f"leave room or have filled the cache, and the cut changes its bits: serve with {' '.join(on.values())}"
+        )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pasa.config import PasaConfig
 from pasa.paged import attention_paged, write_pages
 from pasa.patching.vllm_interface import TESTED, installed
 
@@ -88,12 +89,14 @@ class LayerOptions:
         Numbers of keys before and after a query's own that the query may see.
     softcap : float, optional
     sinks : Tensor (Hq,), optional
+    config : PasaConfig, optional
     """
 
     scale: float
     window: tuple[int, int] | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    config: PasaConfig | None = None
 
 
 def attend_layer(

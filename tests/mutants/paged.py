@@ -27,8 +27,8 @@ PAGED = [
     mutant(
         "pages: all rows see a key behind the last",
         PAGED_KERNEL,
-        "splits, keys, keys, stride_qb",
-        "splits, keys + 1, keys, stride_qb",
+        "parts, keys, keys, stride_qb",
+        "parts, keys + 1, keys, stride_qb",
         GAPS + "test_pages[64-1-16-False-False]",
     ),
     mutant(
@@ -55,8 +55,8 @@ PAGED = [
     mutant(
         "page anchors: the first turn is the last",
         ANCHORS,
-        "for begin in range(o_split * BLOCK, whole, step * TURNS):",
-        "for begin in range(o_split * BLOCK, tl.minimum(whole, o_split * BLOCK + step * TURNS), step * TURNS):",
+        "for begin in range(first, whole, step * TURNS):",
+        "for begin in range(first, tl.minimum(whole, first + step * TURNS), step * TURNS):",
         CORNERS + "test_all_keys_of_a_long_sequence_weigh",
     ),
     mutant(

@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.mutants.batches import BATCHES
 from tests.mutants.decoding import DECODING
 from tests.mutants.fp16 import FP16
 from tests.mutants.fused import FUSED
@@ -35,7 +36,7 @@ from tests.mutants.reference import REFERENCE
 from tests.mutants.speed import SPEED
 from tests.mutants.streams import STREAMS
 
-ALL = [*KERNELS, *DECODING, *HOPPER, *PAGED, *FUSED, *FP16, *STREAMS, *SPEED, *HOST, *REFERENCE]
+ALL = [*KERNELS, *DECODING, *HOPPER, *PAGED, *BATCHES, *FUSED, *FP16, *STREAMS, *SPEED, *HOST, *REFERENCE]
 # The first mutant of each of these files is in the sample: one kernel of every family, and the choice of
 # backends.
 SAMPLED = [

@@ -82,7 +82,7 @@ def test_defaults_are_those_of_the_options(op):
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen"])
 def test_options_are_handed_on_in_order(op):
-    options = AttentionOptions("pasa", "paper", 0.5, 1, 2, "unbiased", "saturate", "fp16")
+    options = AttentionOptions("pasa", "paper", 0.5, 1, 2, "unbiased", "saturate", "fp16", True)
     names = [field.name for field in dataclasses.fields(options)]
     assert options.arguments == tuple(getattr(options, name) for name in names)
     schema = [a.name for a in getattr(torch.ops.pasa, op).default._schema.arguments]

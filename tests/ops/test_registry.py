@@ -176,7 +176,7 @@ def test_an_option_that_a_record_does_not_name_is_served_with_its_default_alone(
     record = dataclasses.replace(REFERENCE, accepts={})
     assert record.refusals(CALL) == []
     changed = {name: values[-1] for name, values in CHOICES.items() if name != "precision"}  # beta needs "pasa"
-    changed |= {"beta": 0.5, "block_q": 64, "block_k": 64}
+    changed |= {"beta": 0.5, "block_q": 64, "block_k": 64, "batch_invariant": True}
     reasons = record.refusals(dataclasses.replace(CALL, options=AttentionOptions(**changed)))
     assert {reason.split()[0] for reason in reasons} == set(changed)
     assert {"precision", *changed} == {each.name for each in dataclasses.fields(AttentionOptions)}

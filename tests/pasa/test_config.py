@@ -22,6 +22,7 @@ def test_defaults():
         "softmax": "safe",
         "overflow": "inf",
         "accumulate": "fp32",
+        "batch_invariant": False,
     }
     assert {name: getattr(config, name) for name in CHOICES} == {name: values[0] for name, values in CHOICES.items()}
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -63,6 +64,12 @@ def test_unknown_choice(field, value):
 def test_block_sizes(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         PasaConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes", []])
+def test_batch_invariance_is_a_switch(value):
+    with pytest.raises(ValueError, match=re.escape(f"batch_invariant={value!r} is neither True nor False")):
+        PasaConfig(batch_invariant=value)
 
 
 @pytest.mark.parametrize("beta", [-0.1, 1.0, 2, float("nan"), "0.9", []])

@@ -172,7 +172,9 @@ def refusals(rank):
 @pytest.mark.parametrize("option", fields(pasa.PasaConfig), ids=lambda option: option.name)
 def test_an_option_that_is_not_free_is_served_with_its_default_alone(option):
     """An option that is added later is refused, until someone has shown that outputs of ranks can be merged with it."""
-    values = {"beta": 0.5, "block_q": 64, "block_k": 64} | {name: values[-1] for name, values in CHOICES.items()}
+    values = {"beta": 0.5, "block_q": 64, "block_k": 64, "batch_invariant": True} | {
+        name: values[-1] for name, values in CHOICES.items()
+    }
     config = pasa.PasaConfig()
     object.__setattr__(config, option.name, values[option.name])  # alone, although beta needs recovery="paper"
     if option.name in FREE_OPTIONS:

@@ -20,7 +20,7 @@ from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, t
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
 from pasa.ops.attention.sdpa.fused import call_cudnn, cudnn_serves, fused_attention, has_aligned_rows
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
-from pasa.ops.attention.spec.packed import attend_apart
+from pasa.ops.attention.spec.packed import attend_apart, attend_each
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
@@ -37,7 +37,9 @@ def attend(call: Call) -> Results:
     """Attend to dense tensors, packed sequences one after another, or a paged cache, whose pages are gathered."""
     if call.pages is not None:
         return attend_gathered(attend, call)
-    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_planned(call)
+    if call.cu_q is not None:
+        return attend_apart(_attend_dense, call)
+    return attend_each(_attend_dense, call) if call.options.batch_invariant else _attend_planned(call)
 
 
 def _attend_planned(call: Call) -> Results:

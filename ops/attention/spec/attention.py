@@ -18,7 +18,7 @@ from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.diagnostics import ScoreCounts
 from pasa.ops.attention.spec.masking import KeyMask, dense_mask, fitting_mask, hidden_keys, non_finite_reach, read_mask
-from pasa.ops.attention.spec.packed import attend_apart, without_keys
+from pasa.ops.attention.spec.packed import attend_apart, attend_each, concatenated, without_keys
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.repeated_maxima import EPSILON, bounded_shift, published_shift, repeats
 from pasa.ops.attention.spec.scores import Block, PaperScores, ScoreTile, score_model, whole_tiles
@@ -67,7 +67,9 @@ def attend(call: Call) -> Results:
     """
     if call.pages is not None:
         return attend_gathered(attend, call)
-    return attend_apart(_attend_dense, call) if call.cu_q is not None else _attend_dense(call)
+    if call.cu_q is not None:
+        return attend_apart(_attend_dense, call)
+    return attend_each(_attend_dense, call) if call.options.batch_invariant else _attend_dense(call)
 
 
 def _attend_dense(call: Call) -> Results:
@@ -107,8 +109,7 @@ def _without_hidden_keys(call: Call, full: Tensor, hidden: Tensor) -> Results:
         mask = mask if mask.shape[-1] == 1 else mask[..., ~gone]
         one = replace(call, q=q[b : b + 1], k=keys, v=values, mask=mask, is_causal=False, window=NO_WINDOW)
         parts.append(_attend_dense(one))
-    outs, lses, *optional = ([x for x in each if x is not None] for each in zip(*parts, strict=True))
-    return Results(torch.cat(outs), torch.cat(lses), *(torch.cat(each) if each else None for each in optional))
+    return concatenated(parts)
 
 
 def _blocks(

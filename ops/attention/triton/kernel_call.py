@@ -15,6 +15,7 @@ from pasa.ops.numerics.formats import FORMATS, get_format
 from pasa.ops.packed import tile_table
 
 DECODE_ROWS = 16  # query rows of one head; more rows than this keep the matrix engine busy without splitting the keys
+FULL = 2**10  # rows of a call that no tile is cut for
 DECODE_TILE = 128  # the most query rows of all heads that share a key head
 PAGE_SPAN = 2**31  # kernels count the elements of a page with signed 32-bit integers
 WIDEST = 2**29  # keys on an unlimited side of a window: kernels add both sides to key numbers with 32 bits
@@ -104,6 +105,14 @@ class KernelCall(Call):
     def rows(self) -> int:
         """Return the query rows of a sequence, or of all packed ones."""
         return self.q.shape[2 if self.cu_q is None else 0]
+
+    @property
+    def rows_of_tiles(self) -> int:
+        """Return the rows that tiles are chosen for: a full tile where `rows` depends on other sequences but must not.
+
+        A tile is cut to fewer rows, and another tile adds up a row's scores and weights in another order.
+        """
+        return FULL if self.options.batch_invariant and self.cu_q is not None else self.rows
 
     @property
     def keys(self) -> int:

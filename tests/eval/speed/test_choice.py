@@ -129,13 +129,23 @@ def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatc
     monkeypatch.setattr(measured, "FILE", tmp_path / "measured.json")
     result = choice_run.run_choice(STORED, write=True)
     assert measured.FILE.read_text(encoding="utf-8").count("\n") == len(result["measurements"]) + 2
-    open_cases = result["to_measure"]["9.0"]
-    assert "causal-16x2048-d80" in open_cases
-    assert "decode-1x32768-d128" not in open_cases
-    table, text, written = choice_run.report(result)
+    assert result["to_measure"] == {"9.0": []}  # a case of every kind was measured
+    table, written = choice_run.report(result)
     assert len(table.rows) == len(result["measurements"])
-    assert f"{len(open_cases)} of {len(choice_run.GRID)} cases" in text
     assert str(measured.FILE) in written
+
+
+def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
+    """A case counts as measured if another one of its kind was, however far it is."""
+    run_of_one = json.loads(STORED[0].read_text(encoding="utf-8"))
+    one = next(case for case in run_of_one["cases"] if case["name"] == "causal-8x128-d80")
+    (tmp_path / "run.json").write_text(json.dumps(run_of_one | {"cases": [one]}), encoding="utf-8")
+    result = choice_run.run_choice([tmp_path / "run.json"])
+    open_cases = result["to_measure"]["9.0"]
+    assert "causal-64x8192-d80" not in open_cases
+    assert {"full-8x128-d80", "causal-8x128-d128", "decode-1x32x1x256-d80"} <= set(open_cases)
+    _, text = choice_run.report(result)
+    assert f"{len(open_cases)} of {len(choice_run.GRID)} cases" in text
 
 
 def test_the_grid_fits_the_limits_of_a_case():

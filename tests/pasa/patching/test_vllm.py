@@ -7,6 +7,7 @@ shape of a cache. vllm_itself.py and vllm_engine.py test against vLLM itself.
 import abc
 import copy
 import enum
+import functools
 import importlib.metadata
 import inspect
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pasa import PasaConfig
 from pasa.patching import vllm as adapter
 from tests.pages import worst
 from tests.pasa.patching import vllm_interfaces
@@ -156,6 +158,49 @@ def test_a_cache_that_cannot_be_read_is_refused_before_any_request(vllm, fields,
     spec = types.SimpleNamespace(**vars(SPEC) | fields)
     with pytest.raises(NotImplementedError, match=f"does not support a cache with {message}"):
         adapter.PasaAttentionBackend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("value", "invariant"), [("1", True), ("0", False), ("", False)])
+def test_layers_follow_vllms_switch_for_batch_invariance(vllm, monkeypatch, value, invariant):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    options = adapter.PasaAttentionBackend.get_impl_cls()(4, 64, 0.125, 2).options
+    assert options.config == (PasaConfig(batch_invariant=True) if invariant else None)
+
+
+@pytest.mark.parametrize(
+    ("chunked", "cached", "flags"),
+    [
+        (True, False, "chunked prefill would cut .* serve with --no-enable-chunked-prefill$"),
+        (True, True, "chunked prefill and prefix caching .* --no-enable-chunked-prefill --no-enable-prefix-caching$"),
+        (False, False, None),
+    ],
+)
+def test_batch_invariance_needs_prompts_in_one_step(vllm, monkeypatch, chunked, cached, flags):
+    config = types.SimpleNamespace(
+        scheduler_config=types.SimpleNamespace(enable_chunked_prefill=chunked),
+        cache_config=types.SimpleNamespace(enable_prefix_caching=cached),
+    )
+    make = functools.partial(
+        adapter.PasaAttentionBackend.get_builder_cls(), SPEC, ["layer"], config, torch.device("cpu")
+    )
+    make()  # without the switch, prompts may be cut
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    if flags is None:
+        make()
+        return
+    with pytest.raises(NotImplementedError, match=flags):
+        make()
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [1, 1, 20], [5, 3, 33]], ids=str)
+def test_a_batch_invariant_step(vllm, by_reference, monkeypatch, queries):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    step = Step([40, 17, 33], queries, packed=bool(vllm["cache"]))
+    config = types.SimpleNamespace(enable_chunked_prefill=False, enable_prefix_caching=False)
+    vllm_config = types.SimpleNamespace(scheduler_config=config, cache_config=config)
+    out = step.run(torch.empty_like(step.q), vllm_config=vllm_config)
+    golden, lse = step.pages.golden(is_causal=True)
+    assert worst((out, lse), (golden, lse))[0] <= HALF_ULP
 
 
 SINKS = torch.tensor([3.0, 0.0, -2.0, 50.0])

@@ -86,8 +86,9 @@ def test_what_vllm_asks_before_it_chooses(v1, pasa_backend):
     assert not pasa_backend.supports_attn_type("encoder")
     assert pasa_backend.supports_sink()
     assert pasa_backend.supports_sliding_window()
+    assert pasa_backend.supports_batch_invariance()
     names = ["is_mla", "is_sparse", "supports_mm_prefix", "supports_pcp", "supports_dcp", "supports_non_causal"]
-    names += ["supports_batch_invariance", "supports_device_cpu_query_lens_mismatch", "supports_rswa"]
+    names += ["supports_device_cpu_query_lens_mismatch", "supports_rswa"]
     for name in names:
         assert not getattr(pasa_backend, name, lambda: False)(), name
 

@@ -64,10 +64,10 @@ class Step:
             slot_mapping=torch.tensor(slots + [-1] * padding),
         )  # fmt: skip
 
-    def run(self, output, key=True, spec=SPEC, **how):
+    def run(self, output, key=True, spec=SPEC, vllm_config=None, **how):
         """Return the output that the layer writes; spec: the builder's KVCacheSpec."""
         backend = adapter.PasaAttentionBackend
-        builder = backend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu"))
+        builder = backend.get_builder_cls()(spec, ["layer"], vllm_config, torch.device("cpu"))
         implementation = backend.get_impl_cls()(4, 64, 64**-0.5, 2, **how)
         metadata = builder.build(0, self.common)
         key, value = (self.k, self.v) if key else (None, None)

@@ -173,7 +173,8 @@ def attend_program(
 ):  # fmt: skip
     """Do the work of one of `splits` programs of a head; all rows see the first `seen_by_all` keys.
 
-    ANCHORED: an anchor is chosen; otherwise keys are used unchanged.
+    A program whose o_split is `splits` or more has no keys. ANCHORED: an anchor is chosen; otherwise keys are used
+    unchanged.
     """
     BLOCK: tl.constexpr = LANES * BLOCK_N
     slot = tl.program_id(0) * LANES
@@ -202,9 +203,10 @@ def attend_program(
     good = tl.sum(b_fails, 0) <= SAMPLES // 2
     # blocks in turn, first those that all rows see
     step = splits * BLOCK
-    begin = o_split * BLOCK
+    begin = tl.where(o_split < splits, o_split * BLOCK, keys)
     whole = seen_by_all // BLOCK * BLOCK
     rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
+    rest = tl.where(o_split < splits, rest, keys)
     diagonal = keys - rows
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float32)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
@@ -261,12 +263,15 @@ def is_settled(p_bound, slot, first, lanes, m_row, scale, BLOCK_M: tl.constexpr)
 
 @triton.jit
 def attend_lane_exactly(
-    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split, o_lane, splits, keys,
-    stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split, o_lane, splits, parts,
+    keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
     group, rows, scale, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the blocks of a marked lane again, with an anchor for each, unless the lane is settled."""
+    """Attend to the blocks of a marked lane again, with an anchor for each, unless the lane is settled.
+
+    The first `parts` of the `splits` programs of a head have keys.
+    """
     slot = tl.program_id(0)
     m_row = tl.arange(0, BLOCK_M) < group * rows
     lanes = splits * LANES
@@ -281,7 +286,8 @@ def attend_lane_exactly(
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
     b_square = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range((o_split * LANES + o_lane) * BLOCK_N, keys, splits * LANES * BLOCK_N):
+    first = tl.where(o_split < parts, (o_split * LANES + o_lane) * BLOCK_N, keys)
+    for start in range(first, keys, parts * LANES * BLOCK_N):
         b_max, b_sum, b_acc, b_first, b_square = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row,
             start, tl.minimum(start + BLOCK_N, keys), keys - rows, 0, scale, scale, longest, stride_kn, stride_vn, 0,
@@ -346,8 +352,8 @@ def decode_lanes_kernel(
     if EXACT:
         attend_lane_exactly(
             p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split,
-            tl.program_id(0) % LANES, splits, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_k, 0, 0,
-            group, rows, scale, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
+            tl.program_id(0) % LANES, splits, splits, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn,
+            p_k, 0, 0, group, rows, scale, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
         )  # fmt: skip
     else:
         attend_program(

@@ -23,6 +23,12 @@ MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
 
+# Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, and at
+# most as many as occupy the device with one sequence, but no more than this number, because every merge has room for
+# them. A split costs as much as `SPLIT_COST` more blocks of 64 keys, so a full one costs 12 % where programs run one
+# after another.
+FIXED_KEYS, FIXED_SPLITS = 1024, 64
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -31,7 +37,7 @@ class Splits:
     kernel.py describes the arrays, and lanes_kernel.py those of the lanes. There are `count` splits of
     `keys` keys; the last splits have fewer keys or none. `marked` has one entry for each program of the
     lanes. `low` holds bounds of the lanes' maxima, or the low parts of maxima that pages with anchors
-    need.
+    need. The merge sums as if there were `room` splits, because the order of a sum depends on that number.
     """
 
     part: Any
@@ -43,16 +49,17 @@ class Splits:
     count: int
     keys: int
     block_m: int
+    room: int
 
     @classmethod
-    def of(cls, call: KernelCall, count: int, keys: int, block_m: int) -> Splits:
-        """Allocate the buffers, uninitialised."""
+    def of(cls, call: KernelCall, count: int, keys: int, block_m: int, room: int = 0) -> Splits:
+        """Allocate the buffers, uninitialised; without `room` there is room for `count` splits."""
         splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
                  (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
                  (splits * block_m * 2, torch.float32))  # fmt: skip
         part, state, anchor, framed, marked, low = workspace(device, *parts)
-        return cls(part, state, anchor, framed, marked, low, count, keys, block_m)
+        return cls(part, state, anchor, framed, marked, low, count, keys, block_m, room or count)
 
 
 def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -64,9 +71,12 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
         return merge(call, _lanes(call, lane))
     tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
     pairs = batch * call.k.shape[1]
-    each = tile.block_n * blocks_of_a_split(
-        processors(call.q.device) * (8 // tile.warps), -(-call.k.shape[2] // tile.block_n), pairs, split_limit(call)
-    )
+    blocks = -(-call.k.shape[2] // tile.block_n)
+    if call.options.batch_invariant:
+        each = tile.block_n * -(-blocks // fixed_splits(call.k.shape[2], *fixed_limits(call)))
+    else:
+        programs = processors(call.q.device) * (8 // tile.warps)
+        each = tile.block_n * blocks_of_a_split(programs, blocks, pairs, split_limit(call))
     splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
     _tiles(call, splits, tile, exact=False)
     if not call.softcap:
@@ -80,7 +90,7 @@ def merge(call: KernelCall, splits: Splits, shared_frame: bool = False) -> tuple
     pad = pad_dim(dim)
     out, lse = call.outputs(strided=False)
     top = call.row_maxima(lse)
-    padded = 1 << max(splits.count - 1, 0).bit_length()
+    padded = 1 << max(splits.room - 1, 0).bit_length()
     columns, warps = min(pad, max(16, MERGE_TILE // padded)), 4
     if call.dropped:  # a row's first columns decide how to round the others
         columns, warps = pad, min(16, max(4, padded * pad // 2048))
@@ -103,7 +113,10 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
     rows, dim = call.q.shape[2:]
     device, pairs = call.q.device, call.q.shape[0] * kv_heads
     blocks = -(-keys // (LANES * block_n))
-    each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES)
+    if call.options.batch_invariant:
+        each = -(-blocks // fixed_splits(keys, *fixed_limits(call)))
+    else:
+        each = blocks_of_a_split(processors(device), blocks, pairs, split_limit(call) // LANES)
     programs = -(-blocks // each)
     splits = Splits.of(call, programs * LANES, each * block_n, 16)
     for exact in (False, True):
@@ -180,6 +193,23 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
 def split_limit(call: KernelCall) -> int:
     """Return the most splits that the merge kernel accepts."""
     return MERGE_ROW // pad_dim(call.q.shape[-1]) if call.dropped else MERGE_ROW
+
+
+def fixed_limits(call: KernelCall) -> tuple[int, int]:
+    """Return the least keys of a split and the most splits of a batch-invariant call.
+
+    They depend on the device and on the number of key heads, and the most splits are a power of two.
+    """
+    programs = max(1, processors(call.q.device) // call.k.shape[1])
+    return FIXED_KEYS, min(FIXED_SPLITS, 1 << (programs.bit_length() - 1))
+
+
+def fixed_splits(keys: int, least: int, most: int) -> int:
+    """Return the number of splits of a batch-invariant call: at most `most`, which have `least` keys or more.
+
+    `parts_of` in tile_math.py does the same on the device.
+    """
+    return min(most, max(1, -(-keys // least)))
 
 
 @cache

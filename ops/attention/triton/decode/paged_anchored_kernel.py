@@ -17,6 +17,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries
 from pasa.ops.attention.triton.decode.lanes_kernel import locate_lanes, store_lanes
+from pasa.ops.attention.triton.decode.tile_math import parts_of
 from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, LOG2_E
 
 FAR = tl.constexpr(2.0**14)  # FP32 sums of 2^14 nats, and their two FP16 terms, err by 2^-8 at most
@@ -202,6 +203,7 @@ def decode_anchored_paged_kernel(
     BLOCK_N: tl.constexpr,  # keys of a lane: a page has a multiple of them
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
+    LEAST: tl.constexpr = 0,  # as in `decode_paged_kernel`
 ):
     """Attend as one of `splits` programs of a key head that the pass without anchors has marked."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
@@ -240,14 +242,17 @@ def decode_anchored_paged_kernel(
     tl.store(p_frame + o_frame, b_frames, mask=(o_frame >= 0) & (o_d < D)[None, :])
     b_frame = b_frame.to(tl.float32)
     # whole blocks, dealt out in turn, then the last one, which belongs to one of the programs
+    parts = parts_of(keys, splits, LEAST)
     whole = keys // BLOCK * BLOCK
-    rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
-    step = splits * BLOCK
+    rest = whole + (o_split + parts - whole // BLOCK % parts) % parts * BLOCK
+    rest = tl.where(o_split < parts, rest, keys)
+    first = tl.where(o_split < parts, o_split * BLOCK, keys)
+    step = parts * BLOCK
     far = keys < 0
     b_max = tl.full((LANES, BLOCK_M), -INF, tl.float64)
     b_sum = tl.zeros((LANES, BLOCK_M), tl.float32)
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
-    for begin in range(o_split * BLOCK, whole, step * TURNS):
+    for begin in range(first, whole, step * TURNS):
         b_max, b_sum, b_acc, far = attend_pages(
             b_q, b_max, b_sum, b_acc, far, b_frame, longest, group, p_k, p_v, p_anchors, p_offsets, p_pages, begin,
             tl.minimum(whole, begin + step * TURNS), step, keys, scale, stride_kn, stride_vn, stride_kp, stride_vp,

@@ -75,6 +75,29 @@ CASES = [
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 32), (90, 128, 16), (90, 128, 128))
         for exact in (False, True)
     ),
+    *(  # of batch-invariant calls
+        make_case(
+            kernel,
+            f"{name}_fixed" + "_exact" * exact,
+            {"EXACT": exact, "PAGE": 16, "PDL": True, "LEAST": 1024} | flags,
+            **on_arch(90, *options[exact]),
+        )
+        for name, kernel, flags, options in (
+            (
+                "lanes_90_d128_of_16",
+                decode_lanes_paged_kernel,
+                {"ANCHORED": True, "LANES": 4} | sizes_of(128, 16, 16),
+                ((4, 7), (1, 1)),
+            ),
+            (
+                "paged_90_128x128_of_16",
+                decode_paged_kernel,
+                {"TILED": True, "CAUSAL": True, "GRAIN": 64} | sizes_of(128, 128, 64),
+                ((8, 5), (8, 3)),
+            ),
+        )
+        for exact in (False, True)
+    ),
 ]
 NVIDIA_CASES = [
     *CASES,

@@ -9,17 +9,18 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
-from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, parts_of, seen_samples
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 
 @triton.jit
 def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, TILED: tl.constexpr,
-                 WINDOW: tl.constexpr):  # fmt: skip
+                 WINDOW: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
     """Return the sequence of a tile, the last key of its first row, and the keys `begin` to `end` of a split.
 
-    Splits are equally long, a multiple of GRAIN keys; the last ones may have fewer, or none. With WINDOW
-    they start at the block of GRAIN keys that has the first key of the first row. p_tile: as in `decode_paged_kernel`.
+    Splits are equally long, a multiple of GRAIN keys; the last ones may have fewer, or none, also because of LEAST
+    (`parts_of`). With WINDOW they start at the block of GRAIN keys that has the first key of the first row. p_tile: as
+    in `decode_paged_kernel`.
     """
     if TILED:
         sequence = tl.load(p_tile + 3 * o_tile)
@@ -31,10 +32,10 @@ def locate_split(p_tile, o_tile, o_split, splits, span, GRAIN: tl.constexpr, TIL
         diagonal = keys - 1
     if WINDOW:
         first = tl.minimum(tl.maximum(diagonal - span, 0), keys) // GRAIN * GRAIN
-        keys_each = tl.cdiv(tl.cdiv(keys - first, GRAIN), splits) * GRAIN
+        keys_each = tl.cdiv(tl.cdiv(keys - first, GRAIN), parts_of(keys - first, splits, LEAST)) * GRAIN
         begin = tl.minimum(first + o_split * keys_each, keys)
     else:
-        keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), splits) * GRAIN
+        keys_each = tl.cdiv(tl.cdiv(keys, GRAIN), parts_of(keys, splits, LEAST)) * GRAIN
         begin = tl.minimum(o_split * keys_each, keys)
     return sequence, diagonal, begin, tl.minimum(begin + keys_each, keys)
 
@@ -79,6 +80,7 @@ def decode_paged_kernel(
     PDL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,  # as in `decode_kernel`
+    LEAST: tl.constexpr = 0,  # keys of a split, at least, so that a tile's splits do not depend on others: `parts_of`
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
     if PDL:
@@ -93,7 +95,7 @@ def decode_paged_kernel(
             return
     o_tile = o_pair // kv_heads
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, span, GRAIN, TILED, WINDOW)
+    sequence, diagonal, begin, end = locate_split(p_tile, o_tile, o_split, splits, span, GRAIN, TILED, WINDOW, LEAST)
     p_pages = p_table + tl.cast(sequence, tl.int64) * stride_table
     m_row = tl.arange(0, BLOCK_M) < group * rows
     b_q, _, o_query, longest = load_queries(
@@ -184,6 +186,7 @@ def decode_lanes_paged_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     PDL: tl.constexpr,
+    LEAST: tl.constexpr = 0,  # as in `decode_paged_kernel`
 ):
     """Attend as one of `splits` programs of one key head, for sequences with one query each."""
     if PDL:
@@ -200,19 +203,20 @@ def decode_lanes_paged_kernel(
     batch = tl.cast(sequence, tl.int64)
     kv_head = tl.cast(o_program // splits % kv_heads, tl.int64)
     keys = tl.load(p_tile + sequence)
+    parts = parts_of(keys, splits, LEAST)
     p_keys = p_k + kv_head * stride_kh
     p_values = p_v + kv_head * stride_vh
     p_pages = p_table + batch * stride_table
     if EXACT:
         attend_lane_exactly(
             p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_bound, batch, kv_head, o_split,
-            tl.program_id(0) % LANES, splits, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages,
-            stride_kp, stride_vp, group, 1, scale, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+            tl.program_id(0) % LANES, splits, parts, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn,
+            p_pages, stride_kp, stride_vp, group, 1, scale, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
     else:
         attend_program(
             p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split,
-            splits, keys, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages, stride_kp, stride_vp,
+            parts, keys, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages, stride_kp, stride_vp,
             group, 1, scale, ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
     if PDL and not EXACT:

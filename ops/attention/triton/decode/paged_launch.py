@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from pasa.ops.attention.triton.decode.launch import (
     Splits,
     blocks_of_a_split,
     decode_tiles,
+    fixed_limits,
+    fixed_splits,
     keys_of_a_lane,
     lane_options,
     lane_stages,
@@ -25,6 +28,10 @@ from pasa.ops.attention.triton.kernel_call import DECODE_TILE, KernelCall, strid
 from pasa.ops.attention.triton.launcher import early, launch, launched_early
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 from pasa.ops.packed import tile_table
+
+# As FIXED_KEYS and FIXED_SPLITS, for tiles of several queries: the results of their splits take up to 8 times as much
+# memory as those of one query, and the tiles of a prompt occupy a GPU without splits.
+FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES = 4096, 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,12 @@ class PagedTiles:
     longest: int
     anchors: Tensor | None = None
 
+    def fixed(self, call: KernelCall) -> tuple[int, int]:
+        """Return the least keys of a split and the most splits of a batch-invariant call; (0, 0) for other calls."""
+        if not call.options.batch_invariant:
+            return 0, 0
+        return (FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES) if self.tiles.dim() == 2 else fixed_limits(call)
+
 
 def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return output, log-sum-exp and row maxima of packed queries (T, Hq, D).
@@ -74,14 +87,59 @@ def paged_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     table, lengths = block_table.int(), seq_lens.int().contiguous()
     table = table if table.stride(1) == 1 else table.contiguous()
     longest = room if longest_k is None else min(longest_k, room)
+    pages = PagedTiles(table, lengths, slots, longest, key_anchors)
     if call.cu_q is None:
-        pages = PagedTiles(table, lengths, slots, longest, key_anchors)
-        out, lse, top = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
-        return out.squeeze(2), lse.squeeze(2), None if top is None else top.squeeze(2)
+        return _single_queries(call, pages)
     tokens = call.q.shape[0]
+    if call.options.batch_invariant:
+        return _by_number_of_queries(call, pages, call.cu_q, tokens if longest_q is None else longest_q)
     rows = min(tokens if longest_q is None else longest_q, max(1, DECODE_TILE // call.group))
-    queries = Queries.of(call.cu_q, lengths, rows, tokens, call.banded, call.limits[0])
-    out, lse, top = _decode(call.with_queries(queries.gather(call.q)), PagedTiles(table, queries.tiles, slots, longest))
+    return _tiles_of_queries(call, pages, call.cu_q, rows)
+
+
+def _single_queries(call: KernelCall, pages: PagedTiles) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend from one query (B, Hq, D) of each sequence."""
+    out, lse, top = _decode(call.with_queries(call.q.unsqueeze(2)), pages)
+    return out.squeeze(2), lse.squeeze(2), None if top is None else top.squeeze(2)
+
+
+def _by_number_of_queries(
+    call: KernelCall, pages: PagedTiles, cu_q: Tensor, longest_q: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend to sequences with one query as a call without other sequences does, and to the others in full tiles.
+
+    So a sequence gets the same kernel and the same tiles in every batch. Sequences of the other kind have no keys in
+    either launch.
+    """
+    tokens, counts = call.q.shape[0], cu_q.diff()
+    first = cu_q[:-1].long().clamp(max=tokens - 1)
+    alone = replace(pages, tiles=torch.where(counts == 1, pages.tiles, 0))
+    single_out, single_lse, single_top = _single_queries(replace(call, q=call.q[first]), alone)
+    out: Any = 0.0  # and below, of padding
+    lse: Any = -torch.inf
+    top: Any = -torch.inf
+    if longest_q > 1:
+        others = replace(pages, tiles=torch.where(counts > 1, pages.tiles, 0))
+        out, lse, top = _tiles_of_queries(call, others, cu_q, max(1, DECODE_TILE // call.group))
+    owner = torch.searchsorted(cu_q[1:].contiguous(), torch.arange(tokens, device=cu_q.device), right=True)
+    used, owner = owner < len(counts), owner.clamp(max=len(counts) - 1)
+    single = used & (counts[owner] == 1)
+
+    def of_tokens(one: Tensor, other: Any) -> Tensor:
+        """Return (T, Hq, ...) from the results of single queries (B, Hq, ...) and those of the others."""
+        return torch.where(single.view(-1, *(1,) * (one.dim() - 1)), one[owner], other)
+
+    largest = None if single_top is None else of_tokens(single_top, top)
+    return of_tokens(single_out, out), of_tokens(single_lse, lse), largest
+
+
+def _tiles_of_queries(
+    call: KernelCall, pages: PagedTiles, cu_q: Tensor, rows: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend from packed queries (T, Hq, D), in tiles of at most `rows` queries of a sequence."""
+    queries = Queries.of(cu_q, pages.tiles, rows, call.q.shape[0], call.banded, call.limits[0])
+    tiled = replace(pages, tiles=queries.tiles, anchors=None)
+    out, lse, top = _decode(call.with_queries(queries.gather(call.q)), tiled)
     top = None if top is None else queries.scatter(top, -torch.inf)
     return queries.scatter(out, 0.0), queries.scatter(lse, -torch.inf), top
 
@@ -172,11 +230,15 @@ def _split(call: KernelCall, pages: PagedTiles, tile: Tile, lanes: int) -> Split
     if call.has_window:  # the keys that a tile sees, and those of the block before the first
         longest = min(longest, call.limits[1] + call.q.shape[2] + tile.block_n)
     blocks = -(-longest // (lanes * tile.block_n))
-    programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
-    count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, split_limit(call) // lanes)) * lanes
+    least, most = pages.fixed(call)
+    if most:
+        count = fixed_splits(longest, least, most) * lanes
+    else:
+        programs = processors(call.q.device) * (1 if lanes > 1 else 8 // tile.warps)
+        count = -(-blocks // blocks_of_a_split(programs, blocks, pairs, split_limit(call) // lanes)) * lanes
     if pairs * count * tile.block_m * dim >= 2**31:
         raise NotImplementedError(f"{call.q.shape[0]} tiles of queries in {count} splits: call with fewer queries")
-    return Splits.of(call, count, tile.block_n, tile.block_m)
+    return Splits.of(call, count, tile.block_n, tile.block_m, most * lanes)
 
 
 def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, exact: bool) -> None:
@@ -190,7 +252,8 @@ def _tiles(call: KernelCall, pages: PagedTiles, splits: Splits, tile: Tile, exac
          call.limits[1] if tiled else max(call.window[0], 0), call.unit, call.ratio),
         {"TILED": tiled, "CAUSAL": call.banded and tiled, **sizes(call.q.shape[-1], tile.block_m, tile.block_n),
          "PAGE": pages.slots, "GRAIN": splits.keys, "EXACT": exact, "PDL": early(device),
-         "WINDOW": call.has_window and (tiled or call.window[0] >= 0), "CAP": call.cap_kind},
+         "WINDOW": call.has_window and (tiled or call.window[0] >= 0), "CAP": call.cap_kind,
+         "LEAST": pages.fixed(call)[0]},
         num_warps=tile.warps, num_stages=paged_stages(tile.stages), **launched_early(device),
     )  # fmt: skip
 
@@ -208,7 +271,7 @@ def _lanes(
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
          call.k.shape[1], call.group, programs, call.scale),
         {"ANCHORED": anchored, "EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES,
-         "PAGE": pages.slots, "PDL": early(device)},
+         "PAGE": pages.slots, "PDL": early(device), "LEAST": pages.fixed(call)[0]},
         **options | {"num_stages": paged_stages(options["num_stages"])},
     )  # fmt: skip
 
@@ -225,7 +288,7 @@ def _anchored(call: KernelCall, pages: PagedTiles, splits: Splits, anchors: Tens
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), pages.table.stride(0),
          call.k.shape[1], call.group, programs, call.scale),
         {"EXACT": exact, **sizes(call.q.shape[-1], 16, block_n), "LANES": LANES, "PAGE": pages.slots,
-         "PDL": early(device)},
+         "PDL": early(device), "LEAST": pages.fixed(call)[0]},
         num_warps=LANES, num_stages=anchored_stages(device_architecture(device)), **launched_early(device),
     )  # fmt: skip
 

@@ -17,6 +17,18 @@ NEAR = tl.constexpr(0.2)
 
 
 @triton.jit
+def parts_of(keys, splits, LEAST: tl.constexpr):
+    """Return how many of `splits` splits share `keys` keys; the others have none.
+
+    LEAST 0: all. Otherwise as many as have LEAST keys each, which does not depend on the other sequences of a batch.
+    """
+    parts = splits
+    if LEAST > 0:
+        parts = tl.minimum(splits, tl.maximum(tl.cdiv(keys, LEAST), 1))
+    return parts
+
+
+@triton.jit
 def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
     """Return the memory offsets of keys o_n.
 

@@ -64,7 +64,9 @@ def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     q, k, v = call.q, call.k, call.v
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
-    plan = plan_for(q.shape, k.shape, q.stride(), k.stride(), v.stride(), call.is_causal, call.dropped, q.device)
+    strides = q.stride(), k.stride(), v.stride()
+    invariant = call.options.batch_invariant
+    plan = plan_for(q.shape, k.shape, *strides, call.is_causal, call.dropped, q.device, invariant)
     if plan is None:
         return hopper_attention(replace(call, q=q.contiguous(), k=k.contiguous(), v=v.contiguous()))
     return plan.run(q, k, v, call.scale)
@@ -74,7 +76,7 @@ class Plan:
     """Hold the four launches for tensors of one geometry."""
 
     def __init__(self, q_shape: torch.Size, k_shape: torch.Size, strides: list[list[int]], is_causal: bool,
-                 dropped: int, device: torch.device) -> None:  # fmt: skip
+                 dropped: int, device: torch.device, invariant: bool = False) -> None:  # fmt: skip
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
         pad = pad_dim(dim)
@@ -91,7 +93,8 @@ class Plan:
             tiles = -(-rows // tile)
             return heads, heads // heads_kv, batch * heads, section, rows, keys, tiles, tiles * batch * heads
 
-        consumers = warpgroups(batch * heads, rows, pad, is_causal, device)
+        # The height of a tile decides which rows are marked together, so an invariant call takes that of one entry.
+        consumers = warpgroups(heads if invariant else batch * heads, rows, pad, is_causal, device)
         plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * WARPGROUPS.value)
         flags = is_causal, ragged
         # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
@@ -212,6 +215,7 @@ def dense_strides(shape: torch.Size) -> list[int]:
 def plan_for(
     q_shape: torch.Size, k_shape: torch.Size, q_stride: tuple[int, ...], k_stride: tuple[int, ...],
     v_stride: tuple[int, ...], is_causal: bool, dropped: int, device: torch.device,
+    invariant: bool = False,
 ) -> Plan | None:  # fmt: skip
     """Return the plan of a geometry, or None for strides that a tensor map cannot express.
 
@@ -225,7 +229,7 @@ def plan_for(
     ]
     if any(stride[3] != 1 or any(step <= 0 or step % 8 for step in stride[:3]) for stride in strides):
         return None
-    return Plan(q_shape, k_shape, strides, is_causal, dropped, device)
+    return Plan(q_shape, k_shape, strides, is_causal, dropped, device, invariant)
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Reinforcement learning with one FP16 arithmetic for rollout and training."""
