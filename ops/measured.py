@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("measured.json")
-DECODING = 16  # rows; calls with as many or fewer are served by other kernels than calls with more
+DECODING = 16  # query rows of a head; with more, other kernels serve a call
 SHAPES = 4096  # the most shapes whose answer is kept
 
 
@@ -46,14 +46,14 @@ class Shape:
     keys: int
 
     def distance(self, other: Shape) -> float:
-        """Return the octaves between the numbers in which two shapes differ most; infinite if their kinds differ.
+        """Return the distance of two shapes in octaves of their numbers; infinite if their kinds differ.
 
         Decoding counts as not causal, because its rows see nearly the same keys.
         """
         if self.kind != other.kind:
             return math.inf
         pairs = zip(self.sizes, other.sizes, strict=True)
-        return max(abs(math.log2(own / others)) for own, others in pairs)
+        return math.hypot(*(math.log2(own / others) for own, others in pairs))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, to_fp16
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
-from pasa.ops.attention.sdpa.fused import call_cudnn, cudnn_serves, fused_attention, has_aligned_rows
+from pasa.ops.attention.sdpa.fused import call_cudnn, cudnn_serves, fused_attention, has_aligned_rows, score_format
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart, attend_each
 from pasa.ops.attention.spec.pages import attend_gathered
@@ -50,7 +50,8 @@ def _attend_planned(call: Call) -> Results:
     limits = {name: getattr(call, name) for name in ("scale", "options", "is_causal", "window")}  # and no tensor
     kept: list[Any] = []
     causal, scale, tokens_first = call.is_causal and call.q.shape[2] > 1, call.scale, is_tokens_first(call.q)
-    by_cudnn = _is_direct(call) and cudnn_serves(call.q, call.k, call.v, None, causal)
+    listed = score_format(call.q.device.type).kind == "a"
+    by_cudnn = listed and _is_direct(call) and cudnn_serves(call.q, call.k, call.v, None, causal)
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         allowed = kept and torch.backends.cuda.cudnn_sdp_enabled()  # a program may change this setting

@@ -10,6 +10,7 @@ import torch
 from torch.library import opcheck
 
 import pasa
+from pasa.ops import plans
 from pasa.ops.attention.sdpa import backend, fused
 from pasa.ops.attention.triton.guard.launch import attend_guarded
 from tests.inputs import DEVICE, max_error, normal_qkv
@@ -32,12 +33,14 @@ def kind(request, monkeypatch):
 
     The others are Triton kernels on a CPU, and torch operators on a GPU.
     """
+    plans._plans.clear()  # calls on another kind of device must not be repeated here
     if request.param == "fp32":
         monkeypatch.setattr(fused, "FORMATS", {})
     if request.param == "other guard":
         guard = attend_guarded if DEVICE == "cpu" else None
         monkeypatch.setattr(backend, "_triton_guard", lambda device: guard)
-    return request.param
+    yield request.param
+    plans._plans.clear()
 
 
 def on_device(*tensors):
