@@ -79,7 +79,7 @@ FUSED = [
     mutant(
         "a fully masked row keeps what the kernel made of it",
         SDPA,
-        "return out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf)",
+        "return out.masked_fill_(empty.unsqueeze(-1), 0.0), lse.masked_fill_(empty, -torch.inf)",
         "return out, lse",
         DEFINITION,
     ),

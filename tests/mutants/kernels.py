@@ -218,9 +218,16 @@ KERNELS = [
     mutant(
         "a masked first key decides on its block's anchor",
         SHIFT,
-        "hidden = hidden | (tl.load(p_seen, mask=n > 0, other=0) == 0)",
+        "hidden = hidden | (tl.max(tl.where(tl.arange(0, BLOCK) == 0, seen, False).to(tl.int32), 0) == 0)",
         "hidden = hidden & (n > 0)",
         SAMPLES + "test_first_key_of_every_block_stands_off[mask]",
+    ),
+    mutant(
+        "only keys that the first 16 groups of queries see count as seen",
+        SHIFT,
+        "for start in range(0, groups, GROUPS):",
+        "for start in range(0, tl.minimum(groups, GROUPS), GROUPS):",
+        "tests/ops/attention/triton/test_anchors.py::test_a_key_counts_that_any_group_of_queries_sees",
     ),
     mutant(
         "norms of the first blocks alone bound the scores",
