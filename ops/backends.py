@@ -59,7 +59,8 @@ class Backend:
     features : collection of str
         Which of `pasa.ops.attention.call.FEATURES` it serves.
     feature_options : dict
-        Maps a feature to the option values that it is served with, where these are fewer than `accepts` has.
+        Maps a feature, or "masks", to the option values that it is served with, where these are fewer than `accepts`
+        has.
     missing : callable
         Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
     slower : callable
@@ -136,6 +137,8 @@ class Backend:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
         for feature in request.features:
             reasons += self.feature_refusals(feature, options)
+        if request.mask != "none":
+            reasons += self._refused_options("masks", options)
         absent = self.missing()
         return reasons if absent is None else [absent, *reasons]
 
@@ -143,6 +146,9 @@ class Backend:
         """Return every reason why this backend cannot serve one feature of a call with these options."""
         if feature not in self.features:
             return [f"{feature} are not supported"]
+        return self._refused_options(feature, options)
+
+    def _refused_options(self, feature: str, options: AttentionOptions) -> list[str]:
         return [
             f"{feature} are served with {name} {' or '.join(map(str, accepted))}, not {getattr(options, name)}"
             for name, accepted in self.feature_options.get(feature, {}).items()
@@ -197,7 +203,7 @@ ASCEND_C: Backend = Backend(
     missing=lambda: npu_missing() or ASCEND_C.load().library_error(),
     label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
     devices=("npu",),
-    masks=("none",),
+    masks=("none", "bool"),
     accepts={
         "precision": ("pasa",),
         "recovery": ("exact", "paper"),
@@ -209,8 +215,8 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "sinks"),
-    feature_options={"sinks": {"recovery": ("exact",)}},
+    features=("packed sequences", "windows", "sinks"),
+    feature_options={name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks")},
     priority=3,
 )
 SDPA = Backend(

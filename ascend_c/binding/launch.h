@@ -14,6 +14,8 @@ struct AttentionPointers {
     void* units;
     void* lengths;
     void* sinks;
+    void* mask;
+    void* visits;
     void* out;
     void* lse;
     void* workspace;

@@ -75,13 +75,26 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
     given.matrix = memory.Input<half>("matrix", p.matrix, kBlockKeys * kBlockKeys);
     given.keys = memory.Output<half>("keys", p.keys, rows * t.dim);
-    given.anchors = memory.Output<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.anchors = memory.Output<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
     given.units = memory.Output<float>("units", p.units, blocks * kUnitCopies);
     options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
     return memory.Launch(exact ? "shift_exact" : "shift_paper", cores, t.saturates != 0, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(exact ? KERNEL_TYPE_MIX_AIV_1_0 : KERNEL_TYPE_AIC_ONLY);
         exact ? ShiftExact(given, t) : ShiftPaper(given, t);
     });
+}
+
+// From the first byte of a mask to its last one.
+inline size_t MaskBytes(const AttentionTiling& t)
+{
+    const MaskTiling& m = t.mask;
+    return (t.batch - 1) * m.batch_stride + (t.heads - 1) * m.head_stride + (t.rows - 1) * m.row_stride + t.keys;
+}
+
+// Numbers of the table of visits (kernel/key_blocks.h).
+inline size_t VisitWords(const AttentionTiling& t)
+{
+    return size_t{t.mask.batches} * t.mask.heads * DivideUp(t.rows, kTileRows) * (t.blocks + 1) * kVisitWords;
 }
 
 // `scores`: where to, if the tiling keeps them.
@@ -97,10 +110,12 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
     given.keys = memory.Input<half>("keys", p.keys, shifted * t.dim);
     given.v = memory.Input<half>("v", p.v, keys * t.dim);
-    given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.anchors = memory.Input<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
     given.sinks = memory.Input<float>("sinks", p.sinks, t.heads);
+    given.mask = memory.Input<uint8_t>("mask", p.mask, MaskBytes(t));
+    given.visits = memory.Input<int64_t>("visits", p.visits, VisitWords(t));
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
     if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);

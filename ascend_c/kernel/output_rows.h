@@ -59,19 +59,21 @@ protected:
         }
     }
 
-    // Weights, and so their sums, are `lift` times as large.
-    __aicore__ inline void Finish(const Task& task, uint32_t i, float lift)
+    // Weights, and so their sums, are `lift` times as large. Rows that have `seen` no key are 0.
+    __aicore__ inline void Finish(const Task& task, uint32_t i, float lift, RowBits seen)
     {
         const LaneTask& lane = task.lane[i];
         const uint32_t rows = OwnRows(lane.rows);
         if (rows == 0) return;
-        const uint32_t without_keys = RowsWithoutKeys(task, lane, 0, rows);  // fully masked rows
-        RowMath all(0, rows), never(0, without_keys);
+        const RowBits without_keys = RowsBetween(0, rows) & ~seen;  // fully masked rows
+        RowMath all(0, rows), never(without_keys);
         const Row maximum = Number(i, kMaximum), sum = Number(i, kSum), frame = Number(i, kFrame);
         AscendC::PipeBarrier<PIPE_V>();
         never.Set(sum, 1.0f);
-        if (without_keys > 0) {  // with a tiny scale, masked scores had weight
-            AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);
+        for (uint32_t r = 0; without_keys != 0 && r < rows; ++r) {  // with a tiny scale, masked scores had weight
+            if ((without_keys >> r & 1) != 0) {
+                AscendC::Duplicate(Output(i)[r * t_.dim], 0.0f, static_cast<int32_t>(t_.dim));
+            }
         }
         if (!kExact) all.Scale(frame, frame, t_.invariance);
         AscendC::PipeBarrier<PIPE_V>();

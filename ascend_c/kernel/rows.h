@@ -25,6 +25,8 @@ public:
         const uint64_t below = last >= kFloats ? ~uint64_t{0} : (uint64_t{1} << last) - 1;
         mask_[0] = first >= kFloats ? 0 : below >> first << first;
     }
+    // Rows of which a bit is set, the first row lowest.
+    __aicore__ inline explicit RowMath(uint64_t rows) { mask_[0] = rows; }
 
     __aicore__ inline void Set(const Row& to, float value)
     {
@@ -154,6 +156,16 @@ __aicore__ inline float Extreme(const AscendC::LocalTensor<T>& row, uint32_t cou
     AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
     AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
     return static_cast<float>(work.GetValue(0));
+}
+
+// Columns before `last` of one row of an FP32 tile become `value`.
+__aicore__ inline void HideColumnsBefore(const AscendC::LocalTensor<float>& row, uint32_t last, float value)
+{
+    for (uint32_t part = 0; part * kFloats < last; ++part) {
+        const uint32_t count = last - part * kFloats;
+        uint64_t mask[2] = {count >= kFloats ? ~uint64_t{0} : (uint64_t{1} << count) - 1, 0};
+        AscendC::Duplicate(row[part * kFloats], value, mask, 1, 1, 8);
+    }
 }
 
 // Columns from `first` on become `value`, in so many rows of a tile.

@@ -89,16 +89,20 @@ private:
 
     __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t row) const
     {
-        return (static_cast<uint64_t>(head) * 2 * t_.blocks + row) * t_.dim;
+        return (static_cast<uint64_t>(head) * t_.anchor_rows * t_.blocks + row) * t_.dim;
     }
 
-    // Of the first block also what the anchor leaves of the mean; other blocks leave that row to StoreFrames.
+    // Of the first block also what the anchor leaves of the mean, in the second row, which StoreFrames writes for others.
+    // Where blocks have a third row, all of them store it there.
     __aicore__ inline void StoreAnchor(uint32_t head, uint32_t block, uint32_t first, uint32_t width)
     {
         RowMath math(0, width);
-        StoreHalfRow(columns_.Anchor(), AnchorRow(head, 2 * block) + first, width, math);
-        if (block > 0) return;
-        StoreHalfRow(columns_.Residual(math), AnchorRow(head, 1) + first, width, math);
+        StoreHalfRow(columns_.Anchor(), AnchorRow(head, t_.anchor_rows * block) + first, width, math);
+        const bool has_third = t_.anchor_rows == 3;
+        if (block > 0 && !has_third) return;
+        const Row residual = columns_.Residual(math);
+        if (block == 0) StoreHalfRow(residual, AnchorRow(head, 1) + first, width, math);
+        if (has_third) StoreHalfRow(residual, AnchorRow(head, 3 * block + 2) + first, width, math);
     }
 
     __aicore__ inline void StoreHalfRow(const Row& row, uint64_t at, uint32_t width, RowMath& math)
@@ -133,13 +137,13 @@ private:
         const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(Keys(head), kBlockKeys);
         if (blocks < 2) return;
         RowMath math(0, width);
-        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, 2);
+        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, t_.anchor_rows);
         columns_.BeginFrames(in, math);
         half_in_.FreeTensor(in);
         for (uint32_t block = 1; block < blocks; block += kBlockKeys) {
             const uint32_t count = Least(kBlockKeys, blocks - block);
-            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, 2 * block) + first];
-            in = LoadRows(rows, width, count, 2);
+            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, t_.anchor_rows * block) + first];
+            in = LoadRows(rows, width, count, t_.anchor_rows);
             columns_.FindFrames(in, width, count);
             half_in_.FreeTensor(in);
             AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
@@ -151,7 +155,7 @@ private:
         }
     }
 
-    // Every other row of the anchors.
+    // One row of each block's anchors.
     __aicore__ inline void StoreRows(const AscendC::GlobalTensor<half>& to, AscendC::LocalTensor<half>& out,
                                      uint32_t width, uint32_t count)
     {
@@ -160,7 +164,7 @@ private:
         AscendC::DataCopyParams p;
         p.blockCount = count;
         p.blockLen = width / kFractal;
-        p.dstGap = (2 * t_.dim - width) / kFractal;
+        p.dstGap = (t_.anchor_rows * t_.dim - width) / kFractal;
         AscendC::DataCopy(to, out, p);
         half_out_.FreeTensor(out);
     }

@@ -18,6 +18,7 @@ constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or
 constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
 constexpr uint32_t kWaveColumns = 64;  // most columns of a row that unbiased rounding tests
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
+constexpr uint32_t kVisitWords = 3;  // of each key block that a tile visits
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
 // A lane's workspace, in bytes from its start. Every part starts at a multiple of 512. The exact recovery has one lane,
@@ -30,8 +31,17 @@ struct LaneWorkspace {
     uint64_t sums;       // FP32 (128, 16), exact: row sums of P, each 16 times
     uint64_t reference;  // FP16 (128, 16): rho, its high term in even columns, its low term in odd ones
     uint64_t verdict;    // int32 (2, 8), exact: what a vector core wants of the cube core
-    uint64_t offsets;    // FP32 (2 blocks, 128): products of the anchor rows and the queries
+    uint64_t offsets;    // FP32 (2 or 3 blocks, 128): products of the anchor rows and the queries
     uint64_t bytes;
+};
+
+// A bool mask: its elements are bytes, and those of a row follow each other. A stride of 0 repeats what it steps over.
+struct MaskTiling {
+    uint32_t batches;  // batch entries and heads that have a table of visits of their own: 1, or all
+    uint32_t heads;
+    uint64_t batch_stride;  // in elements
+    uint64_t head_stride;
+    uint64_t row_stride;
 };
 
 struct AttentionTiling {
@@ -44,7 +54,13 @@ struct AttentionTiling {
     uint32_t blocks;  // of keys
     uint32_t lanes;   // query tiles in turn: 2, or 1 where their outputs do not fit, and in the exact recovery
     uint32_t resident;  // exact: products add up in L0C, which holds 128 columns
-    uint32_t causal;
+    uint32_t causal;  // a row sees no key further to the right of its own than `right`
+    uint32_t right;
+    uint32_t windowed;  // exact: a row sees no key further to the left of its own than `left`
+    uint32_t left;
+    uint32_t has_mask;     // exact: a row sees no key that the mask hides
+    uint32_t anchor_rows;  // of a block of keys: 2, or 3 where rows may see their first key in any block
+    MaskTiling mask;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all
     uint32_t has_sinks;    // one more score for each row of a head, whose value is 0
@@ -66,6 +82,7 @@ struct ShiftTiling {
     uint32_t blocks;
     uint32_t saturates;
     uint32_t has_lengths;
+    uint32_t anchor_rows;  // of a block of keys: 2 or 3
     float unit;
 };
 

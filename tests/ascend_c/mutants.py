@@ -27,8 +27,8 @@ BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re
 # Each entry breaks one rule of the arithmetic: the statement, and its replacement.
 RULES = {
     "first tile below its guess is not rescued": (
-        "seeing.Absolute(Number(kReached), Number(kTop));",
-        "seeing.Scale(Number(kReached), Number(kTop), 1.0f);",
+        "if (guessed != 0)",
+        "if (false)",
     ),
     "a reference above the running maximum is not tested": (
         "seeing.Larger(Number(kReached), Number(kTop), Number(slot, kRaised));",
@@ -39,7 +39,7 @@ RULES = {
         "return false;",
     ),
     "a reference too high for a term is not clamped": (
-        "all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);",
+        "all_.AtMost(high, rho, kHalfLargest);",
         "all_.Scale(high, rho, 1.0f);",
     ),
     "a reference too low for a term is not clamped": (
@@ -47,20 +47,39 @@ RULES = {
         "",
     ),
     "a reference too high for both terms is not clamped": (
-        "all_.AtMost(rest, rho, highest_);",
+        "all_.AtMost(rest, rho, 2 * kHalfLargest);",
         "all_.Scale(rest, rho, 1.0f);",
     ),
     "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, lowest_);", ""),
     "a reference far below 0 is not clamped": ("if (kFarthest < 2 * kHalfLargest * factor)", "if (false)"),
-    "a guess far above 0 is not clamped": ("if (is_guess)", "if (false)"),
+    "a guess far above 0 is not clamped": ("RowMath(guessed_).AtMost(rho, rho, -lowest_);", ""),
     "weights are not bounded by the maximum of their tile": (
         "all.Larger(shift, row_sum, top);",
         "all.Scale(shift, row_sum, 1.0f);",
     ),
     "a fully masked row keeps the result of masked keys": (
-        "AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);",
+        "AscendC::Duplicate(Output(i)[r * t_.dim], 0.0f, static_cast<int32_t>(t_.dim));",
         "",
     ),
+    "a window's left edge is not applied": (
+        "if (tasks_.Before(first_row + rows - 1) <= first_key)",
+        "if (true)",
+    ),
+    "a window hides its last key too": (
+        "HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key, kBlockKeys), kHidden);",
+        "HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key + 1, kBlockKeys), kHidden);",
+    ),
+    "a mask is not applied": (
+        """AscendC::Compares(bits[first * kBlockKeys / 8], numbers, static_cast<half>(0.0f), AscendC::CMPMODE::NE,
+                              here * kBlockKeys);""",
+        """AscendC::Compares(bits[first * kBlockKeys / 8], numbers, static_cast<half>(0.0f), AscendC::CMPMODE::GE,
+                             here * kBlockKeys);""",
+    ),
+    "a mask is that of the first head": (
+        "at += task.head % t_.heads * t_.mask.head_stride;",
+        "",
+    ),
+    "a mask is that of the first batch entry": ("at += task.batch * t_.mask.batch_stride;", ""),
     "a sink takes no share of the weights": ("all.Multiply(sum, sum, apart);", ""),
     "the log-sum-exp is below a sink": ("all.AtLeast(maximum, maximum, sink);", ""),
     "sinks are counted over batch entries": (
@@ -135,6 +154,26 @@ RULES = {
     "a row is carried into a frame of keys that it does not see": (
         "seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));",
         "all.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot)); seeing = all;",
+    ),
+    "rows that see no key of a block move the reference": (
+        "all.Set(Number(kGap), 0.0f);",
+        "all.Set(Number(kGap), kNothing);",
+    ),
+    "a row that begins holds what it referred to": ("RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);", ""),
+    "a row's second tile does not refer to the guess of its first": (
+        "RowMath(late_).Scale(Number(0, kMaximum), Number(other, kOffset), 1.0f);",
+        "",
+    ),
+    "a guess stays in the frame of its block": ("RowMath(late_).Scale(Number(0, kFrame), Framed(other), 1.0f);", ""),
+    "a row's first tile does not refer to its guess": ("RowMath(begin_).Scale(rho, p_.guess, 1.0f);", ""),
+    "a reference is kept for rows that begin": ("if ((begin_ | late_) != 0)", "if (false)"),
+    "the first block that a tile visits has no offset": (
+        "all.Scale(Number(kNext), in[kHalfRows], has_offset ? unit : 0.0f);",
+        "all.Set(Number(kNext), 0.0f);",
+    ),
+    "a row that is computed twice has no mask of its own": (
+        "LoadMaskRows(bytes[kBlockKeys], mask_[at], 1, count);",
+        "",
     ),
     "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),
     "the cosine of place 3 is not tested": ("all.Larger(low_, low_, cosine);", ""),

@@ -1,6 +1,5 @@
 """The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU."""
 
-import dataclasses
 import re
 from importlib import metadata
 from pathlib import Path
@@ -10,9 +9,9 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
+from pasa.ops.attention.ascend.masks import find_visits
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from tests.adversarial_search import Genes, badness
 from tests.inputs import max_error, normal_qkv
@@ -26,18 +25,6 @@ CONFIGS = {
 HALF_ULP = 2.0**-11  # of an output near 1
 # The published recovery multiplies the row mean of S' by 63 or so; one of 128 scores around 2 may be an ulp off.
 LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
-
-
-@pytest.fixture
-def npu(npu_library, monkeypatch):
-    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
-    npu_backend.library_error.cache_clear()
-    assert npu_backend.library_error() is None  # loads it
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield torch.ops.pasa
-    npu_backend.library_error.cache_clear()
 
 
 def test_the_backend_is_available(npu):
@@ -229,7 +216,7 @@ def test_keys_of_the_published_recovery(npu, keys):
 def test_exact_shift_keeps_the_keys(npu, scale):
     """K' of the exact recovery has the bits of the reference, and so has the kernels' share of the scale."""
     k = torch.randn(1, 2, 200, 48).half() + 5
-    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False)
+    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False, False)
     assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 48), (1, 2, 4, 48), (1, 2, 2, 8))
     unit = min(1.0, 2.0 ** torch.tensor(scale).log2().add(0.5).floor().item())
     first = shift_exact(k[:, :, :128].float(), unit)
@@ -252,9 +239,59 @@ def call_arguments(**changed):
         "units": torch.ones(2, 2, 2, 8),
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
         "sinks": torch.zeros(4),
+        "mask": None,
+        "visits": None,
     }
-    numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "saturate": False}
+    numbers = {"is_causal": False, "left": -1, "right": -1, "scale": 1.0, "invariance": 0.0, "saturate": False}
     return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
+
+
+def masked_arguments(**changed):
+    """Arguments in order of a call with a mask."""
+    mask = torch.ones(2, 1, 20, 150, dtype=torch.bool)
+    table = {"mask": mask.expand(2, 4, 20, 150), "visits": find_visits(mask, 20)}
+    anchors = torch.zeros(2, 2, 6, 32, dtype=torch.float16)
+    return call_arguments(**{"anchors": anchors, "lengths": None, **table} | changed)
+
+
+BOOL = {"dtype": torch.bool}
+MASKS_REFUSED = [
+    ({"mask": torch.ones(2, 4, 20, 150)}, TypeError, "mask is Float, expected Bool"),
+    (
+        {"mask": torch.ones(2, 1, 20, 150, **BOOL)},
+        ValueError,
+        r"mask has shape \[2, 1, 20, 150\], expected \[2, 4, 20, 150\]: expand it",
+    ),
+    (
+        {"mask": torch.ones(2, 4, 150, 20, **BOOL).mT},
+        ValueError,
+        "mask has a stride of 20 between keys, expected 1",
+    ),
+    (
+        {"mask": torch.ones(6000, **BOOL).as_strided((2, 4, 20, 150), (0, 600, 30, 1))},
+        ValueError,
+        "mask has a stride of 30 between rows, expected 0 or at least 150",
+    ),
+    ({"visits": None}, ValueError, "mask and visits come together"),
+    ({"visits": torch.zeros(2, 1, 1, 3, 3)}, TypeError, "visits is Float, expected Long"),
+    (
+        {"visits": torch.zeros(2, 2, 1, 3, 3).long()},
+        ValueError,
+        r"visits has shape \[2, 2, 1, 3, 3\], expected \[2, 4, 1, 3, 3\]",
+    ),
+    ({"anchors": torch.zeros(2, 2, 4, 32).half()}, ValueError, r"anchors has shape .* expected \[2, 2, 6, 32\]"),
+    ({"is_causal": True}, ValueError, "a mask comes alone"),
+    ({"left": 3}, ValueError, "a mask comes alone"),
+    ({"right": 3}, ValueError, "a mask comes alone"),
+    ({"lengths": torch.tensor([150, 70], dtype=torch.int32)}, ValueError, "a mask comes alone"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "sentence"), MASKS_REFUSED, ids=[each[2] for each in MASKS_REFUSED])
+def test_masks_that_do_not_fit_are_refused(npu, changed, error, sentence):
+    npu.npu_attention(*masked_arguments().values())
+    with pytest.raises(error, match=sentence):
+        npu.npu_attention(*masked_arguments(**changed).values())
 
 
 REFUSED = [
@@ -288,10 +325,12 @@ def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
         npu.npu_attention(*call_arguments(**changed).values())
 
 
-def test_the_published_recovery_takes_no_lengths(npu):
-    changed = call_arguments(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
-    with pytest.raises(ValueError, match="the published recovery takes no lengths"):
-        npu.npu_attention(*changed.values())
+@pytest.mark.parametrize("what", ["lengths", "windows", "masks"])
+def test_the_published_recovery_takes_no_lengths_windows_or_masks(npu, what):
+    given = {"lengths": call_arguments(), "windows": call_arguments(left=3, lengths=None), "masks": masked_arguments()}
+    published = {"anchors": None, "units": None, "sinks": None, "keys": torch.zeros(2, 2, 256, 32).half()}
+    with pytest.raises(ValueError, match=f"the published recovery takes no {what}"):
+        npu.npu_attention(*(given[what] | published).values())
 
 
 @pytest.mark.parametrize(
@@ -339,13 +378,14 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 @pytest.mark.parametrize("keys", [1, 128, 150])
 def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
     k = torch.randn(2, 2, keys, 32).half()
-    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
+    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False, True), test_utils=CHECKS)
     matrix, _ = npu_backend.paper_matrix(1.0, None, k.device)
     opcheck(npu.npu_shift_paper.default, (whole_blocks(k, 128), matrix, False), test_utils=CHECKS)
 
 
 def test_shapes_of_outputs_are_known_without_data(npu):
     opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
+    opcheck(npu.npu_attention.default, tuple(masked_arguments().values()), test_utils=CHECKS)
 
 
 # ---- what only an NPU compiles: names alone

@@ -4,7 +4,7 @@ A mutant is caught if a launch ends in a fault or returns other bits than the un
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -119,6 +119,36 @@ def below_the_guess():
     return x
 
 
+def drawn_mask(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.5
+
+
+def begins_anywhere(sparse=False):
+    """Return a call whose rows begin at any block, for which anchors and frames differ.
+
+    Some rows see nothing. If it is sparse, later blocks are visited where some rows still see nothing, and one tile's
+    first block is not the first one.
+    """
+    x = random_call(1, 1, 1, 390, 640, 64)
+    row, key = torch.arange(390).unsqueeze(1), torch.arange(640)
+    first = row * 7 % 5 * 128 + row * 29 % 128  # some rows see one key of their first block
+    mask = (key >= first) & (row % 50 > 0)
+    if sparse:
+        mask &= (key // 128 + row // 7) % 3 > 0
+        mask[128:256, :200] = False
+        mask[256:, 128:384] = False
+    biases = torch.tensor([40.0, -30.0, 60.0, 50.0, 0.0]).repeat_interleave(128)
+    x.k.add_(biases.view(1, 1, 640, 1))
+    return replace(x, mask=mask.expand(1, 1, 390, 640).contiguous())
+
+
+def begins_without_anchors():
+    """Keys without anchors, whose references are kept, and rows that begin after two blocks which move none."""
+    x = rising()
+    row, key = torch.arange(40).unsqueeze(1), torch.arange(7 * BLOCK)
+    return replace(x, mask=(key >= row % 2 * 4 * BLOCK).view(1, 1, 40, 7 * BLOCK))
+
+
 def saturating():
     """Scores of the published recovery beyond FP16."""
     x = random_call(1, 1, 1, 70, 300, 64, exact=False, overflow="saturate")
@@ -167,6 +197,12 @@ CALLS = [
     many_blocks(),
     far_guess(),
     random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -torch.inf])),  # rows that see nothing
+    random_call(1, 1, 1, 300, 300, 64, window=(40, 3)),  # rows that begin at any block
+    begins_anywhere(),
+    begins_anywhere(sparse=True),
+    begins_without_anchors(),
+    random_call(2, 2, 1, 65, 183, 64, mask=drawn_mask(2, 2, 65, 183)),
+    random_call(1, 1, 1, 129, 183, 256, mask=drawn_mask(1, 1, 1, 183)),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below

@@ -9,7 +9,7 @@ DESIGN = (ROOT / "ascend_c" / "310p.md").read_text("utf-8")
 QUALIFIED = re.compile(r"AscendC::([A-Z]\w*)(?:<[^;({]*>)?\(")
 MEMBER = re.compile(r"(?:[\w\])]\.|\(\)->)([A-Z]\w*)(?:<[^;({]*>)?\(")
 OWN = re.compile(r"__aicore__ inline (?:const )?[\w:<>, ]+?[&* ]+(\w+)\(")  # functions that the kernels define
-STRUCTURES = {"BinaryRepeatParams", "UnaryRepeatParams", "BrcbRepeatParams", "LocalTensor"}
+STRUCTURES = {"BinaryRepeatParams", "UnaryRepeatParams", "BrcbRepeatParams", "DataCopyPadExtParams", "LocalTensor"}
 # Calls that the patterns do not see: one without a namespace, one over two lines, one with the name of a function here.
 OTHERS = {"GetTPipePtr", "DataCacheCleanAndInvalid", "Get"}
 

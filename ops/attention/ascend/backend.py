@@ -16,7 +16,8 @@ from torch import Tensor
 from pasa.ops import envs
 from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
-from pasa.ops.attention.call import Call, Results, to_fp16
+from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
+from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
@@ -30,39 +31,43 @@ LINKED = ("torch", "torch_npu")
 
 
 def attend(call: Call) -> Results:
-    """Attend as the reference does, without masks; a non-finite key or value may reach every row of its head.
+    """Attend as the reference does; a non-finite key or value that some query sees may reach every row of its head.
 
     Packed sequences that one launch can serve are padded to the longest of them. The exact recovery
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
     """
     if call.cu_q is None:
-        out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
+        call, mask = fold_mask(call)
+        out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
         return Results(out.to(call.q.dtype), lse)
 
     def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
         exact = call.options.recovery == "exact"
         return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
 
-    out, lse = attend_packed(call, _served_together(call.options, call.is_causal), together)
+    is_aligned = call.is_causal or call.window != NO_WINDOW
+    out, lse = attend_packed(call, _served_together(call.options, is_aligned), together)
     return Results(out, lse)
 
 
-def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
+def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[int, int], Hashable]:
     """Return the function of a sequence's rows and keys that must be equal for all sequences of one launch.
 
-    A causal band is aligned to the last row and key of the padded sequences, so keys - rows must be
+    Causal masks and windows are aligned to the last row and key of the padded sequences, so keys - rows must be
     the same for all.
     """
     if options.recovery == "paper":
         return lambda rows, keys: (rows, keys)
-    return (lambda rows, keys: keys - rows) if is_causal else (lambda rows, keys: None)
+    return (lambda rows, keys: keys - rows) if is_aligned else (lambda rows, keys: None)
 
 
 # ---- the kernels
 
 
-def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _kernels(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, mask: KernelMask | None = None
+) -> tuple[Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
@@ -80,26 +85,43 @@ def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
         keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
         references = (None, None)
     else:
-        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate)
+        begins_anywhere = mask is not None or call.window[0] >= 0
+        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate, begins_anywhere)
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
     rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     out, lse = kernels.npu_attention(
-        q, keys, v, *references, lengths, sinks, call.is_causal, scale, invariance, saturate, *rounding
+        q,
+        keys,
+        v,
+        *references,
+        lengths,
+        sinks,
+        *(mask or (None, None)),
+        call.is_causal,
+        *call.window,
+        scale,
+        invariance,
+        saturate,
+        *rounding,
     )
     if sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        not_finite &= _sees_keys(q.shape[2], k.shape[2], call.is_causal, lengths, q.device)
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     return out, lse.masked_fill(not_finite, torch.nan)
 
 
-def _sees_keys(rows: int, keys: int, is_causal: bool, lengths: Tensor | None, device: torch.device) -> Tensor:
-    """Return which rows see a key, broadcastable to (B, Hq, Sq)."""
-    behind = torch.arange(rows, device=device) + 1 + keys - rows if is_causal else torch.tensor(keys, device=device)
-    return behind > 0 if lengths is None else (behind > 0) & (lengths > 0)[:, None, None]
+def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """Return which rows of a call without a mask see a key, broadcastable to (B, Hq, Sq)."""
+    lower, upper = call.band(rows, keys)
+    row = torch.arange(rows, device=device)
+    least = torch.zeros_like(row) if lower is None else (row + lower).clamp(min=0)
+    last = torch.full_like(row, keys - 1) if upper is None else row + upper
+    most = torch.tensor(keys, device=device) if lengths is None else lengths[:, None, None]
+    return (least <= last) & (least < most) & (last >= 0)
 
 
 @cache

@@ -43,6 +43,13 @@ TWIN_CASE(attend)
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
     settings.has_sinks = a.number("sinks") != 0;
+    settings.left = a.number("left", -1);
+    settings.right = a.number("right", -1);
+    settings.has_mask = a.number("mask") != 0;
+    if (settings.has_mask) {
+        settings.mask = {number("mask_batches"), number("mask_heads"), number("batch_stride"), number("head_stride"),
+                         number("row_stride")};
+    }
     settings.keep_scores = true;
     settings.unbiased_columns = number("unbiased_columns");
     settings.to_bf16 = a.number("to_bf16") != 0;
@@ -58,10 +65,12 @@ TWIN_CASE(attend)
     auto units = given<float>(a, "units", settings.exact);
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
     auto sinks = given<float>(a, "sinks", settings.has_sinks);
+    auto mask = given<uint8_t>(a, "mask", settings.has_mask);
+    auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
     std::vector<float> lse(rows);
-    const pasa::AttentionPointers pointers{data(q),     data(keys),  data(v),   data(anchors), data(units),
-                                           data(lengths), data(sinks), data(out), data(lse),   nullptr};
+    const pasa::AttentionPointers pointers{data(q),     data(keys), data(v),      data(anchors), data(units), data(lengths),
+                                           data(sinks), data(mask), data(visits), data(out),     data(lse),   nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
@@ -79,12 +88,13 @@ TWIN_CASE(shift)
     const pasa::Shape shape{number("batch"), number("kv_heads"), number("kv_heads"), 1, number("keys"), number("dim")};
     const bool exact = a.number("exact", 1) != 0;
     const pasa::ShiftTiling tiling = pasa::PlanShift(shape, exact ? real(a, "scale") : 1.0,
-                                                     a.text("overflow") == "saturate", a.number("lengths") != 0);
+                                                     a.text("overflow") == "saturate", a.number("lengths") != 0,
+                                                     a.number("begins_anywhere") != 0);
     const size_t blocks = exact ? size_t{tiling.heads} * tiling.blocks : 0;
     auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
     auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
     std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
-    std::vector<half> anchors(blocks * 2 * tiling.dim);
+    std::vector<half> anchors(blocks * tiling.anchor_rows * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
     const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix),
                                        data(keys), data(anchors), data(units)};
