@@ -18,6 +18,7 @@ struct AttentionPointers {
     void* visits;
     void* out;
     void* lse;
+    void* largest;
     void* workspace;
 };
 

@@ -50,6 +50,7 @@ private:
             all.Set(Number(0, kMaximum), kNothing);
             all.Set(Number(0, kSum), 0.0f);
             all.Set(Number(0, kFrame), 0.0f);
+            all.Set(Number(kBest), kNothing);
             AscendC::Duplicate(Output(0), 0.0f, rows * t_.dim);
             AscendC::PipeBarrier<PIPE_V>();
         }
@@ -99,6 +100,7 @@ private:
         TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
                               (brings ? kBringsReference : 0));
         if (wide) LoadWide(task, j, rows, factor);
+        if (t_.has_largest) FindLargest(slot);
         if (moves) MoveReference(slot, rows, wide);
         if (!next_.IsDone()) {
             if (moves) {
@@ -177,6 +179,9 @@ private:
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(score_tile_);
         seeing.Add(Number(0, kMaximum), Number(0, kMaximum), Number(kFirst));
+        if (t_.has_largest) {
+            seeing.Add(Number(kBest), Number(kBest), Number(kFirst));
+        }
         seeing.Scale(Number(0, kFrame), Framed(slot), 1.0f);
         AscendC::PipeBarrier<PIPE_V>();
         top.Halves();
@@ -235,6 +240,18 @@ private:
         AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
         for (uint32_t i = 0; i < 4; ++i) found[i] = work_.GetValue(i * kFloatBlock);
         return {found[0], found[1], found[2], found[3]};
+    }
+
+    // The largest score of each row so far, in its frame.
+    __aicore__ inline void FindLargest(uint32_t slot)
+    {
+        RowMath seeing(now_);
+        const Row here = Number(kDistance);
+        seeing.Scale(here, Number(kTop), factor_[slot]);
+        AscendC::PipeBarrier<PIPE_V>();
+        seeing.Add(here, here, Number(slot, kOffset));
+        AscendC::PipeBarrier<PIPE_V>();
+        seeing.Larger(Number(kBest), Number(kBest), here);
     }
 
     // What the weights are relative to becomes the running maximum. kGap becomes the same seen from the tile, and kKeep

@@ -96,13 +96,27 @@ protected:
         } else {
             never.SetBits(lse, kMinusInfinity);
         }
-        row_out_.EnQue(lse);
-        lse = row_out_.DeQue<float>();
+        StoreRow(lse_[FirstRow(task, lane)], lse, rows);
+        if (kExact && t_.has_largest) {
+            AscendC::LocalTensor<float> largest = row_out_.AllocTensor<float>();
+            all.Add(largest, Number(kBest), frame);
+            AscendC::PipeBarrier<PIPE_V>();
+            never.SetBits(largest, kMinusInfinity);
+            StoreRow(largest_[FirstRow(task, lane)], largest, rows);
+        }
+    }
+
+    // A number of each row.
+    __aicore__ inline void StoreRow(const AscendC::GlobalTensor<float>& to, AscendC::LocalTensor<float>& numbers,
+                                    uint32_t rows)
+    {
+        row_out_.EnQue(numbers);
+        numbers = row_out_.DeQue<float>();
         AscendC::DataCopyExtParams p;
         p.blockCount = 1;
         p.blockLen = rows * sizeof(float);
-        AscendC::DataCopyPad(lse_[FirstRow(task, lane)], lse, p);
-        row_out_.FreeTensor(lse);
+        AscendC::DataCopyPad(to, numbers, p);
+        row_out_.FreeTensor(numbers);
     }
 
     // One more score, whose value is 0. Let L = maximum + kSecond. Then l becomes l (1 + exp(sink - L)), which divides O;

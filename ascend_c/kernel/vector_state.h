@@ -22,7 +22,7 @@ protected:
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kPaperRows,
-        kRho = kPaperRows, kHigh, kRest, kDistance, kGuess, kRows,  // exact only
+        kRho = kPaperRows, kHigh, kRest, kDistance, kGuess, kBest, kRows,  // exact only
         kGap = kHere, kAhead = kRowSum, kReached = kKeep,  // before weights are made
         kCarried = kThird
     };
@@ -69,6 +69,7 @@ protected:
         if (exact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
+        if (tiling.has_largest) largest_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.largest));
         if (tiling.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
         if (tiling.has_sinks) sinks_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.sinks));
         for (uint32_t i = 0; i < kLanes; ++i) {
@@ -101,17 +102,18 @@ protected:
         const uint32_t count = KeysOf(task, j);
         const uint32_t without_keys = RowsBefore(task.lane[i], j * kBlockKeys, rows);
         const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
-        if (t_.has_mask) HideMasked(rows, tile);
-        if (t_.windowed) HideBeforeWindow(task, j, rows, tile);
-        if (partial == 0 && count == kBlockKeys) return;
-        AscendC::PipeBarrier<PIPE_V>();
-        if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
-        for (uint32_t r = without_keys; r < partial; ++r) {
-            const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
-            HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
+        if (partial > 0 || count < kBlockKeys) {
+            AscendC::PipeBarrier<PIPE_V>();
+            if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
+            for (uint32_t r = without_keys; r < partial; ++r) {
+                const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
+                HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
+            }
+            if (partial < rows) HideColumns(tile[partial * kBlockKeys], count, rows - partial, kHidden);
+            AscendC::PipeBarrier<PIPE_V>();
         }
-        if (partial < rows) HideColumns(tile[partial * kBlockKeys], count, rows - partial, kHidden);
-        AscendC::PipeBarrier<PIPE_V>();
+        if (t_.windowed) HideBeforeWindow(task, j, rows, tile);
+        if (t_.has_mask) HideMasked(rows, tile);  // reads all columns, so those behind the last key have to be there
     }
 
     // Keys to the left of the windows of rows. Other rows' windows begin before the block.
@@ -190,7 +192,7 @@ protected:
     float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<uint8_t> mask_;
-    AscendC::GlobalTensor<float> lse_, units_, sinks_;
+    AscendC::GlobalTensor<float> lse_, largest_, units_, sinks_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];

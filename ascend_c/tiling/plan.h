@@ -64,6 +64,7 @@ struct Settings {
     bool saturates = false;
     bool has_lengths = false;
     bool has_sinks = false;
+    bool has_largest = false;
     bool keep_scores = false;
     uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
@@ -91,7 +92,7 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes, bool exact)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 20928 : 15744;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 21184 : 15744;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
@@ -125,6 +126,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
     Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
     Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
+    Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};
@@ -149,6 +151,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
     t.has_sinks = settings.has_sinks;
+    t.has_largest = settings.has_largest;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);

@@ -64,6 +64,7 @@ struct AttentionTiling {
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all
     uint32_t has_sinks;    // one more score for each row of a head, whose value is 0
+    uint32_t has_largest;  // exact: the largest score of each row is wanted
     uint32_t unbiased_columns;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     uint32_t leaning;           // excess of columns of one sign over the other that flags a row
     uint32_t to_bf16;           // outputs are BF16; otherwise FP16

@@ -111,7 +111,7 @@ twin::Report run(const Run& r, bool attends)
     std::vector<float> lse(kQueries);
     const pasa::AttentionPointers given{q.data(), keys.data(), v.data(),   shift.anchors, shift.units,
                                         nullptr,  nullptr,     nullptr,    nullptr,       out.data(),
-                                        lse.data(), nullptr};
+                                        lse.data(), nullptr,     nullptr};
     return pasa::AttendOnTwin(r.exact, given, tiling, 1);
 }
 

@@ -159,6 +159,20 @@ RULES = {
         "all.Set(Number(kGap), 0.0f);",
         "all.Set(Number(kGap), kNothing);",
     ),
+    "largest scores stay in the frame of their block": (
+        "seeing.Add(Number(kBest), Number(kBest), Number(kFirst));",
+        "",
+    ),
+    "largest scores lack the offset of their block": ("seeing.Add(here, here, Number(slot, kOffset));", ""),
+    "the largest score is that of the last block": (
+        "seeing.Larger(Number(kBest), Number(kBest), here);",
+        "seeing.Scale(Number(kBest), here, 1.0f);",
+    ),
+    "largest scores lack their frame": (
+        "all.Add(largest, Number(kBest), frame);",
+        "all.Scale(largest, Number(kBest), 1.0f);",
+    ),
+    "a fully masked row has a largest score": ("never.SetBits(largest, kMinusInfinity);", ""),
     "a row that begins holds what it referred to": ("RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);", ""),
     "a row's second tile does not refer to the guess of its first": (
         "RowMath(late_).Scale(Number(0, kMaximum), Number(other, kOffset), 1.0f);",

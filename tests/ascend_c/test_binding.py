@@ -243,7 +243,7 @@ def call_arguments(**changed):
         "visits": None,
     }
     numbers = {"is_causal": False, "left": -1, "right": -1, "scale": 1.0, "invariance": 0.0, "saturate": False}
-    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
+    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False, "largest_scores": False} | changed
 
 
 def masked_arguments(**changed):
@@ -312,6 +312,11 @@ REFUSED = [
     ({"lengths": torch.tensor([150, 70])}, TypeError, "lengths is Long, expected Int"),
     ({"sinks": torch.zeros(4).half()}, TypeError, "sinks is Half, expected Float"),
     ({"sinks": torch.zeros(2)}, ValueError, r"sinks has shape \[2\], expected \[4\]"),
+    (
+        {"anchors": None, "units": None, "lengths": None, "sinks": None, "largest_scores": True},
+        ValueError,
+        "the published recovery returns no largest scores",
+    ),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
@@ -385,7 +390,7 @@ def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
 
 def test_shapes_of_outputs_are_known_without_data(npu):
     opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
-    opcheck(npu.npu_attention.default, tuple(masked_arguments().values()), test_utils=CHECKS)
+    opcheck(npu.npu_attention.default, tuple(masked_arguments(largest_scores=True).values()), test_utils=CHECKS)
 
 
 # ---- what only an NPU compiles: names alone

@@ -201,6 +201,9 @@ CALLS = [
     begins_anywhere(),
     begins_anywhere(sparse=True),
     begins_without_anchors(),
+    replace(begins_anywhere(), largest=True),
+    replace(opposite_blocks(1), largest=True),
+    random_call(1, 1, 1, 70, 130, 64, causal=True, largest=True),  # a frame that stays
     random_call(2, 2, 1, 65, 183, 64, mask=drawn_mask(2, 2, 65, 183)),
     random_call(1, 1, 1, 129, 183, 256, mask=drawn_mask(1, 1, 1, 183)),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),

@@ -39,16 +39,15 @@ def attend(call: Call) -> Results:
     """
     if call.cu_q is None:
         call, mask = fold_mask(call)
-        out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
-        return Results(out.to(call.q.dtype), lse)
+        out, lse, largest = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
+        return Results(out.to(call.q.dtype), lse, largest.amax(-1) if call.max_logits else None)
 
-    def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+    def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         exact = call.options.recovery == "exact"
         return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
 
     is_aligned = call.is_causal or call.window != NO_WINDOW
-    out, lse = attend_packed(call, _served_together(call.options, is_aligned), together)
-    return Results(out, lse)
+    return Results(*attend_packed(call, _served_together(call.options, is_aligned), together))
 
 
 def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[int, int], Hashable]:
@@ -67,8 +66,10 @@ def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[i
 
 def _kernels(
     call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, mask: KernelMask | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
+
+    The third result holds the largest score of each row (B, Hq, Sq), and is empty unless the call asks for max logits.
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
@@ -91,7 +92,7 @@ def _kernels(
     unbiased = options.softmax == "unbiased"
     rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    out, lse = kernels.npu_attention(
+    out, lse, largest = kernels.npu_attention(
         q,
         keys,
         v,
@@ -105,13 +106,15 @@ def _kernels(
         invariance,
         saturate,
         *rounding,
+        call.max_logits,
     )
     if sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
         not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
-    return out, lse.masked_fill(not_finite, torch.nan)
+    largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
+    return out, lse.masked_fill(not_finite, torch.nan), largest
 
 
 def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:

@@ -43,6 +43,7 @@ TWIN_CASE(attend)
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
     settings.has_sinks = a.number("sinks") != 0;
+    settings.has_largest = a.number("largest") != 0;
     settings.left = a.number("left", -1);
     settings.right = a.number("right", -1);
     settings.has_mask = a.number("mask") != 0;
@@ -68,13 +69,15 @@ TWIN_CASE(attend)
     auto mask = given<uint8_t>(a, "mask", settings.has_mask);
     auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
-    std::vector<float> lse(rows);
-    const pasa::AttentionPointers pointers{data(q),     data(keys), data(v),      data(anchors), data(units), data(lengths),
-                                           data(sinks), data(mask), data(visits), data(out),     data(lse),   nullptr};
+    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
+    const pasa::AttentionPointers pointers{data(q),       data(keys),   data(v),    data(anchors), data(units),
+                                           data(lengths), data(sinks),  data(mask), data(visits),  data(out),
+                                           data(lse),     data(largest), nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
+    if (settings.has_largest) a.save("largest", largest.data(), largest.size());
     a.save("scores", scores.data(), scores.size());
     return report;
 }
