@@ -50,7 +50,7 @@ private:
             all.Set(Number(0, kMaximum), kNothing);
             all.Set(Number(0, kSum), 0.0f);
             all.Set(Number(0, kFrame), 0.0f);
-            all.Set(Number(kBest), kNothing);
+            if (t_.has_largest) all.Set(Number(kBest), kNothing);
             AscendC::Duplicate(Output(0), 0.0f, rows * t_.dim);
             AscendC::PipeBarrier<PIPE_V>();
         }

@@ -22,9 +22,10 @@ protected:
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kPaperRows,
-        kRho = kPaperRows, kHigh, kRest, kDistance, kGuess, kBest, kRows,  // exact only
+        kRho = kPaperRows, kHigh, kRest, kDistance, kGuess, kRows,  // exact only
         kGap = kHere, kAhead = kRowSum, kReached = kKeep,  // before weights are made
-        kCarried = kThird
+        kCarried = kThird,
+        kBest = kLaneRows + kFrame  // exact: the largest score so far, in the place of a second lane's frame
     };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }

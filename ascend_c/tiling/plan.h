@@ -92,7 +92,7 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes, bool exact)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 21184 : 15744;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 20928 : 15744;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
