@@ -209,7 +209,7 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "sinks"),
+    features=("packed sequences", "paged caches", "sinks"),
     feature_options={"sinks": {"recovery": ("exact",)}},
     priority=3,
 )

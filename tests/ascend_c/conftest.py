@@ -1,7 +1,12 @@
 """Programs for the CPU twin, compiled once per session however many test processes there are."""
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from pasa.ops import registry
+from pasa.ops.attention.ascend import backend as npu_backend
 from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build, build_library
 
 
@@ -46,3 +51,15 @@ def kernels(twin_program):
 def sanitized_kernels(twin_program):
     """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
     return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+
+
+@pytest.fixture
+def npu(npu_library, monkeypatch):
+    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
+    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
+    npu_backend.library_error.cache_clear()
+    assert npu_backend.library_error() is None  # loads it
+    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
+    monkeypatch.setitem(registry.BACKENDS, "npu", record)
+    yield torch.ops.pasa
+    npu_backend.library_error.cache_clear()

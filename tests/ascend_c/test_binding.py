@@ -1,6 +1,5 @@
 """The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU."""
 
-import dataclasses
 import re
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +9,6 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
@@ -26,18 +24,6 @@ CONFIGS = {
 HALF_ULP = 2.0**-11  # of an output near 1
 # The published recovery multiplies the row mean of S' by 63 or so; one of 128 scores around 2 may be an ulp off.
 LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
-
-
-@pytest.fixture
-def npu(npu_library, monkeypatch):
-    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
-    npu_backend.library_error.cache_clear()
-    assert npu_backend.library_error() is None  # loads it
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield torch.ops.pasa
-    npu_backend.library_error.cache_clear()
 
 
 def test_the_backend_is_available(npu):
@@ -359,7 +345,8 @@ def fields(path, struct):
 
 def test_entries_hand_every_pointer_on():
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    for struct, binding in (("Arguments", "AttentionPointers"), ("ShiftArguments", "ShiftPointers")):
+    structs = {"Arguments": "AttentionPointers", "ShiftArguments": "ShiftPointers", "DecodeArguments": "DecodePointers"}
+    for struct, binding in structs.items():
         members = fields("kernel/arguments.h", struct)
         assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
         assert all(f"arguments.{name} = " in entries for name in members)
@@ -374,20 +361,21 @@ def test_entries_call_what_there_is():
     for name in re.findall(r"^void (Launch\w+)\(", entries, re.MULTILINE):
         assert any(f"void {name}(" in header for header in headers)
     called = re.findall(r"^    pasa::(\w+)(?:<kExact>)?\(arguments, tiling\);", entries, re.MULTILINE)
-    assert called == ["PasaAttention", "ShiftExact", "ShiftPaper"]
+    assert called == ["PasaAttention", "PasaDecode", "ShiftExact", "ShiftPaper"]
     for name in called:
         assert any(f"inline void {name}(const " in header for header in headers)
 
 
 def test_attributes_of_entries():
-    """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
-    batch mode, or two streams could wait for each other for ever."""
+    """Attention: a cube core with its two vector cores. SyncAll among vector cores: in batch mode, or two streams could
+    wait for each other for ever; where there are vector cores alone it is documented as `__mix__(0, 1)`."""
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
     result = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
     assert {name: attributes for attributes, name in result.items()} == {
         "pasa_attention": "__global__ __mix__(1, 2)",
+        "pasa_decode": "__schedmode__(1) __global__ __mix__(1, 2)",
         "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
         "pasa_shift_paper": "__global__ __cube__",
     }
     syncs = {path.name for path in (SOURCES / "kernel").glob("*.h") if "SyncAll()" in path.read_text(encoding="utf-8")}
-    assert syncs == {"shift_exact.h"}
+    assert syncs == {"shift_exact.h", "decode_vector.h"}
