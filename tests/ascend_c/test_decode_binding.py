@@ -33,7 +33,7 @@ def launches(npu, monkeypatch):
 
 def paged(batch=3, heads=4, kv_heads=2, keys=300, dim=64, slots=16, starts=None, **how):
     """Return q, caches, table and lengths of a paged call, and the starts of its sequences if it has several tokens."""
-    x = make_call(batch, heads, kv_heads, 1 if starts is None else 20, keys, dim, lengths=torch.tensor(how["lengths"]))
+    x = make_call(batch, heads, kv_heads, 1 if starts is None else 100, keys, dim, lengths=torch.tensor(how["lengths"]))
     return put_into_pages(x, slots, starts)
 
 
@@ -41,7 +41,9 @@ def paged(batch=3, heads=4, kv_heads=2, keys=300, dim=64, slots=16, starts=None,
 
 
 @pytest.mark.parametrize("config", [{}, {"overflow": "saturate"}, {"softmax": "unbiased"}], ids=str)
-@pytest.mark.parametrize(("heads", "rows", "dim"), [((7, 1), 1, 64), ((4, 2), 5, 40), ((8, 8), 64, 80)])
+@pytest.mark.parametrize(
+    ("heads", "rows", "dim"), [((7, 1), 1, 64), ((4, 2), 5, 40), ((8, 8), 64, 80), ((6, 1), 30, 32)]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_few_rows_are_decoded(launches, heads, rows, dim, is_causal, config):
     q, k, v = normal_qkv(heads, (rows, 333), dim, batch=2)
@@ -52,7 +54,7 @@ def test_a_few_rows_are_decoded(launches, heads, rows, dim, is_causal, config):
 
 
 def test_many_rows_are_not_decoded(launches):
-    q, k, v = normal_qkv((4, 1), (17, 100), 32)  # 68 rows
+    q, k, v = normal_qkv((4, 1), (49, 100), 32)  # four tiles
     pasa.attention(q, k, v, backend="npu")
     pasa.attention(q[:, :, :1], k, v, backend="npu", config=pasa.PasaConfig(recovery="paper"))
     assert launches == []
@@ -143,6 +145,15 @@ def test_prompts_and_mixed_batches_are_read_where_they_are(launches, is_causal, 
     torch.testing.assert_close(found, expected, **CLOSE, equal_nan=True)
     assert torch.isnan(found[0][0]).all()
     assert not found[0][41:].any()
+
+
+@pytest.mark.parametrize("longest", [None, 100])
+def test_prompts_of_about_one_length_are_gathered_for_prefill(launches, longest):
+    x = paged(batch=2, lengths=[300, 130], starts=[0, 95, 195])
+    how = {"is_causal": True, "max_seqlen_q": longest}
+    found, expected = (attend_paged(x, name, **how) for name in ("npu", "reference"))
+    assert launches == ([0] if longest is None else [])  # without a bound, one sequence might have all tokens
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_a_paged_decode_falls_back_nowhere(npu):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.ascend.inputs import DIM_STEP, pad_head_dim
-from pasa.ops.attention.call import NO_WINDOW, Call, to_fp16
+from pasa.ops.attention.call import NO_WINDOW, Call, capturing, to_fp16
 from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
@@ -18,8 +18,17 @@ MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the m
 
 
 def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
-    """Return whether the kernel serves dense q (B, Hq, Sq, D) and k (B, Hkv, Skv, D): all rows of a head fit a tile."""
-    return _plain(call) and call.mask is None and q.shape[1] // k.shape[1] * q.shape[2] <= TILE_ROWS
+    """Return whether the kernel serves dense q (B, Hq, Sq, D) and k (B, Hkv, Skv, D): rows are few."""
+    return _plain(call) and call.mask is None and _are_few(q.shape[2], q.shape[1] // k.shape[1])
+
+
+def _are_few(tokens: int, group: int) -> bool:
+    """Return whether tokens of a sequence are few, for `group` query heads of a key head.
+
+    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
+    of 64 rows 1.5 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    """
+    return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
 
 
 def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -41,7 +50,21 @@ def reads_pages(call: Call) -> bool:
     fits = call.q.shape[-1] % DIM_STEP == 0 and call.q.shape[1] // call.k.shape[2] <= TILE_ROWS
     there = call.q.numel() > 0 and call.k.numel() > 0
     fp16 = call.k.dtype == torch.float16
-    return _plain(call) and fits and there and fp16 and all(_copies(x, x.stride(1)) for x in (call.k, call.v))
+    copies = all(_copies(x, x.stride(1)) for x in (call.k, call.v))
+    return _plain(call) and fits and there and fp16 and copies and not _is_prefill(call)
+
+
+def _is_prefill(call: Call) -> bool:
+    """Return whether most sequences of a paged call are about as long as the longest, and that one has many rows.
+
+    The kernel of prefill is then faster, although pages are gathered for it. It pads all sequences to the longest, so a
+    prompt among decoding sequences stays here. Gathering reads lengths on the host, which a captured graph cannot.
+    """
+    if call.pages is None or call.cu_q is None:
+        return False
+    count, group = len(call.q), call.q.shape[1] // call.k.shape[2]
+    longest = min(count, call.pages.max_seqlen_q or count)
+    return not _are_few(longest, group) and 2 * count > call.sequences * longest and not capturing(call.q)
 
 
 def _plain(call: Call) -> bool:

@@ -31,7 +31,10 @@ DEVIATIONS = {
 }
 HARMLESS = {"Exp", "Ln", "Div", "order of sums", "unbiased rounding"}  # results keep their bounds
 # Where the twin ends the launch, as it does a race.
-FAULTS = {"repeated launches": "DataCacheCleanAndInvalid is missing", "merged parts": "copies memory that nobody has written"}
+FAULTS = {
+    "repeated launches": "DataCacheCleanAndInvalid is missing",
+    "merged parts": "memory that nobody has written",
+}
 
 
 @pytest.fixture(autouse=True)
