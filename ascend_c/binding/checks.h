@@ -18,7 +18,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 // ---- checks
 
-inline void CheckKind(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
+inline void CheckKind(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype,
+                      at::IntArrayRef shape)
 {
     TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
     TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",

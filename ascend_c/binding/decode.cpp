@@ -16,8 +16,8 @@ namespace pasa {
 namespace {
 
 // The tensors of a call: q (Hkv, T, G, D), the query heads of each KV head for the tokens of all sequences; k and v
-// (B, Hkv, Skv, D), or with a table (B, columns) pages (pages, slots, Hkv, D). A sequence has `tokens` of the tokens, or
-// those that `starts` (B + 1,) says.
+// (B, Hkv, Skv, D), or with a table (B, columns) pages (pages, slots, Hkv, D). A sequence has `tokens` of the tokens,
+// or those that `starts` (B + 1,) says.
 struct DecodeCall {
     const Tensor& q;
     const Tensor& k;
@@ -42,7 +42,7 @@ void CheckQueries(const DecodeCall& c)
     const int64_t rows = q.size(1), group = q.size(2), dim = q.size(3);
     CheckKind("q", q, q, at::kHalf, q.sizes());
     TORCH_CHECK_VALUE(q.is_non_overlapping_and_dense() && q.stride(3) == 1 && (group == 1 || q.stride(2) == dim),
-                      "q has strides ", q.strides(), ", expected dense rows of ", dim, " numbers, in a row those of a token");
+                      "q has strides ", q.strides(), ", expected dense rows of ", dim, ", those of a token in a row");
     const bool single = !c.starts && c.tokens == 1;
     TORCH_CHECK_VALUE(single || rows == 1 || q.stride(1) == group * dim, "q has strides ", q.strides(),
                       ", expected the tokens of a sequence in a row");
@@ -70,8 +70,8 @@ void CheckPages(const DecodeCall& c)
                           " do not fit into the ", columns, " pages of ", slots, " keys that table has for a sequence");
         for (int64_t i = 0; i * slots < keys[b]; ++i) {
             const int32_t page = table[b * columns + i];
-            TORCH_CHECK_VALUE(page >= 0 && page < pages, "table[", b, ", ", i, "]=", page, ", but the cache has ", pages,
-                              " pages");
+            TORCH_CHECK_VALUE(page >= 0 && page < pages, "table[", b, ", ", i, "]=", page, ", but the cache has ",
+                              pages, " pages");
         }
     }
 }

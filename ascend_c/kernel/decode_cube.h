@@ -96,7 +96,7 @@ private:
     __aicore__ inline void MakeScores(const Segment& s, uint32_t j, const Tile& queries)
     {
         const uint32_t slot = j % 2, count = KeysOf(s, j);
-        AscendC::CrossCoreWaitFlag<kDecodeGroup>(kKeysReady + slot);
+        AscendC::CrossCoreWaitFlag<kGroup>(kKeysReady + slot);
         Tile keys = key_tiles_.AllocTensor<half>();
         LoadTile(keys, keys_[slot], count, a_.dim, a_.dim);
         key_tiles_.EnQue(keys);
@@ -109,7 +109,7 @@ private:
         }
         key_tiles_.FreeTensor(keys);
         StoreRows(score_parts_, c, scores_[slot], count, kBlockKeys);
-        AscendC::CrossCoreSetFlag<kDecodeGroup, PIPE_FIX>(kDecodeScoresReady + slot);
+        AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kDecodeScoresReady + slot);
     }
 
     // P V and P 1 of a block.
@@ -117,7 +117,7 @@ private:
     {
         const uint32_t slot = j % 2, count = KeysOf(s, j);
         Tile values = value_tiles_.DeQue<half>();
-        AscendC::CrossCoreWaitFlag<kDecodeGroup>(kDecodeWeightsReady + slot);
+        AscendC::CrossCoreWaitFlag<kGroup>(kDecodeWeightsReady + slot);
         Tile weights = weight_tiles_.AllocTensor<half>();
         LoadTile(weights, weights_[slot], rows_, count, kBlockKeys);
         weight_tiles_.EnQue(weights);
@@ -139,7 +139,7 @@ private:
         multiplier_.FreeRight(ones);
         multiplier_.FreeLeft(left);
         StoreRows(sum_columns_, sum, sums_[slot], kFractal, kFractal);
-        AscendC::CrossCoreSetFlag<kDecodeGroup, PIPE_FIX>(kDecodeProductReady + slot);
+        AscendC::CrossCoreSetFlag<kGroup, PIPE_FIX>(kDecodeProductReady + slot);
     }
 
     // A product's rows to GM, in FP32.

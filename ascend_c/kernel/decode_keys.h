@@ -1,4 +1,4 @@
-// K' of decoding: a vector core takes half of the columns of each block of keys and subtracts a frame, without rounding.
+// K' of decoding: a vector core takes half of the columns of each block of keys and subtracts a frame, exactly.
 #pragma once
 
 #include "decode_task.h"
@@ -6,12 +6,12 @@
 
 namespace pasa {
 
-constexpr uint32_t kSamples = 16;          // keys whose mean is the first frame
-constexpr float kFinestReach = 0x1p25f;    // over it: half of an FP16 number, and differences of two, are multiples of it
+constexpr uint32_t kSamples = 16;        // keys whose mean is the first frame
+constexpr float kFinestReach = 0x1p25f;  // over it: halves of FP16 numbers, and their differences, are multiples of it
 
 // The frame of a head starts as the mean of keys that are spread over it, the same for every part of its keys. A column
-// leaves it, for the rest of the part, with the first block that has a key k for which |k - f| is above |f| / 2. So k - f
-// is exact (Sterbenz), and no longer than k.
+// leaves it, for the rest of the part, with the first block that has a key k for which |k - f| is above |f| / 2. So
+// k - f is exact (Sterbenz), and no longer than k.
 class DecodeKeys {
 protected:
     using Row = RowMath::Row;
@@ -56,7 +56,7 @@ protected:
         numbers_ = numbers_buffer_.Get<float>();
         work_ = work_buffer_.Get<float>();
         half_row_ = half_row_buffer_.Get<half>();
-        AscendC::Duplicate(numbers_, 0.0f, kNumbers * kFloats);  // calls that take whole blocks read behind the last row
+        AscendC::Duplicate(numbers_, 0.0f, kNumbers * kFloats);  // calls on whole blocks read behind the last row
         AscendC::Duplicate(work_, 0.0f, kReduction);
     }
 
@@ -109,14 +109,13 @@ protected:
         const uint32_t slot = j % 2, count = KeysOf(s, j);
         if (width_ > 0) {
             HalfTile in = key_in_.DeQue<half>();
+            HalfTile out = key_out_.AllocTensor<half>();
             AscendC::PipeBarrier<PIPE_V>();
-            FindExtreme<AscendC::ReduceType::MAX>(Columns(kHighest), in, count);
-            FindExtreme<AscendC::ReduceType::MIN>(Columns(kLowest), in, count);
+            FindRange(in, out, count);
             ShrinkFrame();
             HalfTile frame = frame_out_.AllocTensor<half>();
             AscendC::Cast(frame, Columns(kOwnFrame), AscendC::RoundMode::CAST_RINT, width_);
             AscendC::PipeBarrier<PIPE_V>();
-            HalfTile out = key_out_.AllocTensor<half>();
             const uint8_t stride = width_ / kFractal;
             AscendC::Sub(out, in, frame, width_, count, AscendC::BinaryRepeatParams(1, 1, 1, stride, stride, 0));
             key_in_.FreeTensor(in);
@@ -134,7 +133,7 @@ protected:
             frame_out_.FreeTensor(frame);
             if (j + ahead_ < s.steps) LoadKeys(s, j + ahead_);
         }
-        AscendC::CrossCoreSetFlag<kDecodeGroup, PIPE_MTE3>(kKeysReady + slot);
+        AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kKeysReady + slot);
     }
 
     // What the running maxima of rows gain where block j left columns out of the frame, q.(old frame - new frame).
@@ -250,33 +249,30 @@ private:
         key_in_.EnQue(in);
     }
 
-    // The largest or smallest number of each column. It works in the score tile.
-    template <AscendC::ReduceType kType>
-    __aicore__ inline void FindExtreme(const FloatTile& to, const HalfTile& in, uint32_t count)
+    // The largest and the smallest number of each column, to kHighest and kLowest. It works in the score tile and in
+    // `scratch`, each of which holds half of a block.
+    __aicore__ inline void FindRange(const HalfTile& in, const HalfTile& scratch, uint32_t count)
     {
-        const HalfTile fold = tile_.ReinterpretCast<half>();
+        const HalfTile high = tile_.ReinterpretCast<half>();
         uint32_t rows = DivideUp<uint32_t>(count, 2);
-        Pick<kType>(fold, in, in[(count - rows) * width_], rows * width_);
+        int32_t numbers = static_cast<int32_t>(rows * width_);
+        AscendC::Max(high, in, in[(count - rows) * width_], numbers);
+        AscendC::Min(scratch, in, in[(count - rows) * width_], numbers);
+        AscendC::PipeBarrier<PIPE_V>();
         while (rows > 1) {
-            const uint32_t lower = rows / 2;
-            Pick<kType>(fold, fold, fold[(rows - lower) * width_], lower * width_);
+            const uint32_t lower = rows / 2, from = (rows - lower) * width_;
+            numbers = static_cast<int32_t>(lower * width_);
+            AscendC::Max(high, high, high[from], numbers);
+            AscendC::Min(scratch, scratch, scratch[from], numbers);
+            AscendC::PipeBarrier<PIPE_V>();
             rows -= lower;
         }
-        AscendC::Cast(to, fold, AscendC::RoundMode::CAST_NONE, width_);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-    template <AscendC::ReduceType kType>
-    static __aicore__ inline void Pick(const HalfTile& to, const HalfTile& a, const HalfTile& b, uint32_t count)
-    {
-        if (kType == AscendC::ReduceType::MAX) {
-            AscendC::Max(to, a, b, static_cast<int32_t>(count));
-        } else {
-            AscendC::Min(to, a, b, static_cast<int32_t>(count));
-        }
+        AscendC::Cast(Columns(kHighest), high, AscendC::RoundMode::CAST_NONE, width_);
+        AscendC::Cast(Columns(kLowest), scratch, AscendC::RoundMode::CAST_NONE, width_);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Columns of this core leave the frame where a key is too far from it. A key that is not finite makes its column NaN.
+    // Columns of this core leave the frame where a key is too far from it, and become NaN where one is not finite.
     __aicore__ inline void ShrinkFrame()
     {
         const FloatTile frame = Columns(kOwnFrame), far = Columns(kHighest), low = Columns(kLowest),

@@ -7,7 +7,7 @@
 namespace pasa {
 
 // A running maximum before the first key, and the score of a key that a row does not see, in nats: below every score,
-// which is below 2^123. A row that sees no key of a part has weights there, and this maximum, so that the part has none.
+// which is below 2^123. A row that sees no key of a part has weights there, and this maximum: the part itself has none.
 constexpr float kUnseen = -0x1p125f;
 constexpr float kDecodeLift = 0x1p15f;  // weights are so many times as large; the largest is 1
 

@@ -3,17 +3,17 @@
 #pragma once
 
 #include "arguments.h"
+#include "flags.h"
 
 namespace pasa {
 
-// Flags of decoding. Each stands for two, one behind the other, for blocks with an even and an odd number.
+// Flags of decoding, in mode kGroup. Each stands for two, one behind the other, for blocks of even and odd numbers.
 // Set by both vector cores on MTE3, waited for by the cube core:
 constexpr uint16_t kKeysReady = 0;            // K' is in the workspace, and the frame that it is relative to
 constexpr uint16_t kDecodeWeightsReady = 4;   // P is there
 // Set by the cube core on FIX, waited for by both vector cores:
 constexpr uint16_t kDecodeScoresReady = 2;   // S is there in FP32, and K' was read
 constexpr uint16_t kDecodeProductReady = 6;  // P V and the row sums are there
-constexpr uint8_t kDecodeGroup = 2;          // the mode of these flags: a cube core and its vector cores
 
 // Query rows that share keys: some tokens of a sequence, with all query heads of a KV head. Row i is head i % group of
 // token i / group.

@@ -65,9 +65,9 @@ private:
         }
         BeginKeys(s);
         for (uint32_t j = 0; j < s.steps; ++j) {
-            AscendC::CrossCoreWaitFlag<kDecodeGroup>(kDecodeScoresReady + j % 2);
+            AscendC::CrossCoreWaitFlag<kGroup>(kDecodeScoresReady + j % 2);
             if (rows > 0) MakeWeights(s, j, rows);
-            AscendC::CrossCoreSetFlag<kDecodeGroup, PIPE_MTE3>(kDecodeWeightsReady + j % 2);
+            AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kDecodeWeightsReady + j % 2);
             if (j + 2 < s.steps) TakeKeys(s, j + 2);
             if (j == 0) continue;
             TakeProduct(j - 1, rows);
@@ -147,7 +147,7 @@ private:
     __aicore__ inline void TakeProduct(uint32_t j, uint32_t rows)
     {
         const uint32_t slot = j % 2;
-        AscendC::CrossCoreWaitFlag<kDecodeGroup>(kDecodeProductReady + slot);
+        AscendC::CrossCoreWaitFlag<kGroup>(kDecodeProductReady + slot);
         if (rows == 0) return;
         FloatTile sums = sums_in_.AllocTensor<float>();
         AscendC::DataCopy(sums, sums_[slot][skipped_ * kFractal], rows * kFractal);

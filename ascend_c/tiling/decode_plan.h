@@ -63,7 +63,8 @@ inline void CheckStrides(const char* name, const CacheStrides& s)
 }
 
 // `shape.rows` are all tokens of q, and `shape.keys` the most that a sequence has room for.
-inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, const Settings& settings, const Chip& chip)
+inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, const Settings& settings,
+                               const Chip& chip)
 {
     Require(settings.exact, "the published recovery has no kernel for decoding");
     DecodeTiling t{};
