@@ -26,7 +26,7 @@ def _are_few(tokens: int, group: int) -> bool:
     """Return whether tokens of a sequence are few, for `group` query heads of a key head.
 
     Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
-    of 64 rows 1.5 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
     """
     return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
 
