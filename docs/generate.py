@@ -271,6 +271,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "npu_default": npu_default,
+    "npu_decoding": lambda: npu.decoding_table(stored("npu_model")).captioned(),
+    "npu_prefill": lambda: npu.prefill_table(stored("npu_model")).captioned(),
     "npu_calibration": lambda: npu.series_table(stored("npu_model")).captioned(),
     "npu_shares": lambda: npu.share_table(stored("npu_model")).captioned(),
     "npu_sensitivity": lambda: npu.sensitivity_table(stored("npu_model")).captioned(),

@@ -215,7 +215,7 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "windows", "sinks", "max logits"),
+    features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
     feature_options={name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits")},
     priority=3,
 )

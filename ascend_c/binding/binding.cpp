@@ -4,18 +4,14 @@
 // Nothing here waits for the device or reads it, and all memory is torch's, so that calls can be captured in a graph.
 // K' and the workspace go back to torch's allocator when a call returns, because their next use comes later in the same
 // stream.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <acl/acl.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <limits>
-#include <string>
 #include <tuple>
+#include <vector>
 
-#include "../tiling/plan.h"
+#include "checks.h"
 #include "enqueue.h"
 #include "launch.h"
 
@@ -29,68 +25,6 @@ extern "C" __attribute__((used, visibility("default"))) const char pasa_build_re
 
 namespace pasa {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// ---- checks
-
-void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
-{
-    TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",
-                      first.device());
-    TORCH_CHECK_VALUE(x.sizes() == shape, name, " has shape ", x.sizes(), ", expected ", shape);
-    TORCH_CHECK_VALUE(x.is_contiguous(), name, " is not contiguous");
-}
-
-// The number of elements along an axis, as the kernels count: with 32 bits.
-uint32_t Count(const char* name, const Tensor& x, int64_t axis)
-{
-    TORCH_CHECK_VALUE(x.dim() == 4, name, " has ", x.dim(), " dimensions ", x.sizes(), ", expected 4");
-    const int64_t size = x.size(axis);
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), name, " has ", size, " elements along axis ", axis);
-    return static_cast<uint32_t>(size);
-}
-
-int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
-
-// ---- the chip
-
-// Memory sizes follow from the chip's name. Core numbers come from the runtime, which may be configured to use fewer.
-std::string SocName()
-{
-    const char* name = aclrtGetSocName();
-    return name == nullptr ? "" : name;
-}
-
-const Chip* FindChip()
-{
-    const auto known = [name = SocName()](const Chip& c) { return name.rfind(c.name, 0) == 0; };
-    const Chip* found = std::find_if(std::begin(kChips), std::end(kChips), known);
-    return found == std::end(kChips) ? nullptr : found;
-}
-
-// Why the kernels cannot run on this machine's chip; empty where they can.
-std::string ChipError()
-{
-    if (FindChip() != nullptr) return "";
-    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4";
-}
-
-Chip ChipOf(const Tensor& x)
-{
-    TORCH_CHECK_NOT_IMPLEMENTED(FindChip() != nullptr, ChipError());
-    Chip chip = *FindChip();
-    int64_t cube = 0, vector = 0;
-    const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
-    TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_CUBE_CORE_NUM, &cube) == ACL_SUCCESS &&
-                    aclrtGetDeviceInfo(device, ACL_DEV_ATTR_VECTOR_CORE_NUM, &vector) == ACL_SUCCESS,
-                "aclrtGetDeviceInfo does not tell how many cores device ", device, " has");
-    chip.cube_cores = static_cast<uint32_t>(std::min(cube, vector / 2));
-    chip.vector_cores = static_cast<uint32_t>(vector);
-    return chip;
-}
 
 // ---- masks
 
@@ -120,9 +54,6 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
 }
 
 // ---- launches
-
-void* Pointer(const Tensor& x) { return x.data_ptr(); }
-void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
 
 ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate,
                         bool begins_anywhere = false)
@@ -167,8 +98,6 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
     Enqueue("pasa_shift_paper", [=](void* stream) { LaunchShiftPaper(given, tiling, cores, stream); });
     return keys;
 }
-
-at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::kHalf; }
 
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
 std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,

@@ -22,6 +22,19 @@ struct AttentionPointers {
     void* workspace;
 };
 
+struct DecodePointers {
+    void* q;
+    void* k;
+    void* v;
+    void* table;
+    void* lengths;
+    void* starts;
+    void* sinks;
+    void* out;
+    void* lse;
+    void* workspace;
+};
+
 // kernel/arguments.h says what each holds.
 struct ShiftPointers {
     void* k;
@@ -35,6 +48,7 @@ struct ShiftPointers {
 // `stream` is an aclrtStream. The number of cores is that of cube cores, of ShiftExact that of vector cores.
 void LaunchAttention(bool exact, const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores,
                      void* stream);
+void LaunchDecode(const DecodePointers& given, const DecodeTiling& tiling, uint32_t cores, void* stream);
 void LaunchShiftExact(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 void LaunchShiftPaper(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 

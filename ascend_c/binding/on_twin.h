@@ -4,9 +4,11 @@
 #include <cstring>
 
 #include "../kernel/pasa_attention.h"
+#include "../kernel/pasa_decode.h"
 #include "../kernel/probes.h"
 #include "../kernel/shift_exact.h"
 #include "../kernel/shift_paper.h"
+#include "../tiling/decode_plan.h"
 #include "launch.h"
 #include "probes.h"
 
@@ -125,6 +127,30 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     return memory.Launch("pasa_attention", cores, t.saturates != 0, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         exact ? PasaAttention<true>(given, t) : PasaAttention<false>(given, t);
+    });
+}
+
+inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t, uint32_t cores,
+                                 twin::Options options = {})
+{
+    TwinMemory memory;
+    const AttentionTiling& a = t.attention;
+    const size_t queries = size_t{a.rows} * a.heads;
+    DecodeArguments given{};
+    given.q = memory.Input<half>("q", p.q, queries * a.dim);
+    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
+    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
+    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
+    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{a.batch} + 1);
+    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    given.out = memory.Output<half>("out", p.out, queries * a.dim);
+    given.lse = memory.Output<float>("lse", p.lse, queries);
+    given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, a.workspace_bytes);
+    options.shape = twin::Shape::mix_1_2;
+    return memory.Launch("pasa_decode", cores, a.saturates != 0, options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+        PasaDecode(given, t);
     });
 }
 

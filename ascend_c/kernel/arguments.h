@@ -33,4 +33,17 @@ struct Arguments {
     GM_ADDR workspace;
 };
 
+struct DecodeArguments {
+    GM_ADDR q;        // FP16, rows of D numbers; tokens and heads have the strides of the tiling
+    GM_ADDR k;        // FP16 (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D); the tiling has the strides
+    GM_ADDR v;        // as k
+    GM_ADDR table;    // int32 (B, table_columns), if tiling.has_table
+    GM_ADDR lengths;  // int32 (B,), if tiling.attention.has_lengths
+    GM_ADDR starts;   // int32 (B + 1,), if tiling.has_starts
+    GM_ADDR sinks;    // FP32 (H,), if tiling.attention.has_sinks
+    GM_ADDR out;      // as q; BF16 if tiling.attention.to_bf16
+    GM_ADDR lse;      // FP32, a number for each row of q
+    GM_ADDR workspace;
+};
+
 }  // namespace pasa

@@ -75,6 +75,51 @@ struct AttentionTiling {
     uint64_t workspace_bytes;
 };
 
+constexpr uint32_t kDecodeRows = 64;                 // query rows of a tile of decoding
+constexpr uint32_t kDecodeHalf = kDecodeRows / 2;    // of a vector core
+constexpr uint32_t kFrames = 4;  // that a workspace keeps: those of a block and of three others
+
+// Numbers between the keys of neighbours in a cache: pages (or sequences), KV heads, keys.
+struct CacheStrides {
+    uint64_t page;
+    uint64_t head;
+    uint32_t row;
+};
+
+// A group's workspace of decoding, in bytes from its start. What has two copies is for blocks with an even and an odd
+// number, and partial results are those of the group's first segment and of its last.
+struct DecodeWorkspace {
+    uint64_t keys;     // FP16 (2, 128, D), K'
+    uint64_t scores;   // FP32 (2, 64, 128), S
+    uint64_t weights;  // FP16 (2, 64, 128), P
+    uint64_t product;  // FP32 (2, 64, D), P V
+    uint64_t sums;     // FP32 (2, 64, 16): row sums of P, each 16 times
+    uint64_t frames;   // FP16 (4, D), what K' is relative to
+    uint64_t outputs;  // FP32 (2, 64, D): partial O
+    uint64_t states;   // FP32 (2, 2, 2, 32): partial maximum and sum, for either vector core
+    uint64_t ends;     // FP16 (2, D): the frame of a partial result
+    uint64_t keys_bytes;     // of one copy
+    uint64_t product_bytes;  // of one copy
+    uint64_t bytes;
+};
+
+struct DecodeTiling {
+    AttentionTiling attention;  // `rows` are all tokens of q, `keys` the most that a sequence has room for
+    uint32_t group;        // query heads of a KV head
+    uint32_t tile_tokens;  // of a tile of query rows
+    uint32_t tokens;       // of a sequence, if all have as many
+    uint32_t has_starts;   // otherwise: the first token of each sequence, and the end
+    uint32_t has_table;    // keys are in pages
+    uint32_t table_columns;
+    uint32_t pages;
+    uint32_t slots;  // keys of a page; without pages, of a sequence
+    uint64_t q_token;  // numbers between neighbours in q and the output: tokens, groups of heads
+    uint64_t q_head;
+    CacheStrides k;
+    CacheStrides v;
+    DecodeWorkspace group_workspace;
+};
+
 struct ShiftTiling {
     uint32_t heads;  // batch entries times KV heads
     uint32_t kv_heads;

@@ -30,6 +30,7 @@ enum class Deviation {
     compare_nan,    // NaN is below every number
     accumulator,    // a product changes the accumulator that was written before it
     scalar_cache,   // DataCacheCleanAndInvalid does nothing
+    sync_all,       // SyncAll waits for no other core
 };
 
 enum class Shape { mix_1_2, aiv_only, aic_only };  // what one block is: a cube core with two vector cores, or one core

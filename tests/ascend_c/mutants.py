@@ -81,7 +81,7 @@ RULES = {
     ),
     "a mask is that of the first batch entry": ("at += task.batch * t_.mask.batch_stride;", ""),
     "a sink takes no share of the weights": ("all.Multiply(sum, sum, apart);", ""),
-    "the log-sum-exp is below a sink": ("all.AtLeast(maximum, maximum, sink);", ""),
+    "the log-sum-exp is below a sink": ("all.Larger(maximum, maximum, sink);", ""),
     "sinks are counted over batch entries": (
         "sink = sinks_.GetValue(task.head % t_.heads);",
         "sink = sinks_.GetValue(task.head);",
@@ -234,6 +234,42 @@ RULES = {
     "dropped bits are not cleared": (
         "ShiftLeft(Left(), Left(), dropped_, columns);",
         "ShiftLeft(Left(), Left(), 0, columns);",
+    ),
+    "a column stays in a frame that is far from a key": ("AscendC::Sub(frame, frame, far, n);", ""),
+    "keys above a frame are not tested": (
+        "AscendC::Max(far, far, low, n);",
+        "AscendC::Maxs(far, low, 0.0f, n);",
+    ),
+    "keys below a frame are not tested": ("AscendC::Max(far, far, low, n);", ""),
+    "a maximum is not carried where columns leave a frame": ("all.Add(maximum, maximum, Number(kCarry));", ""),
+    "a frame is carried again and again": (
+        "AscendC::Sub(Columns(kFrame), Columns(kFrame), Columns(kMoved), a_.dim);",
+        "",
+    ),
+    "parts are not brought into a common frame": ("if (FindMove(part.frame, true))", "if (false)"),
+    "the common frame is that of the first part above 0": ("AscendC::Min(above, above, to_above, a_.dim);", ""),
+    "the common frame is that of the first part below 0": ("AscendC::Max(below, below, to_below, a_.dim);", ""),
+    "parts are not weighed": ("all.Exponential(other, other);", "all.Set(other, 1.0f);"),
+    "sums of parts are not weighed": ("all.Multiply(sum, sum, other);", ""),
+    "weights are not lifted": ("AscendC::Muls(tile_, tile_, kDecodeLift, rows * kBlockKeys);", ""),
+    "a decoded maximum falls": ("all.Larger(next, Number(kTop), maximum);", "all.Scale(next, Number(kTop), 1.0f);"),
+    "keys beyond a token's last have weight": ("if (kept < kBlockKeys)", "if (false)"),
+    "keys beyond the last have weight": ("if (!partial)", "if (false)"),
+    "tokens that see no key keep the result of masked keys": (
+        "AscendC::Duplicate(o_, 0.0f, without_keys * a_.dim);",
+        "",
+    ),
+    "sinks are counted from the vector core's first row": (
+        "RowMath(r, r + 1).Set(Number(kSink), sinks_.GetValue(item.head * t_.group + (skipped_ + r) % t_.group));",
+        "RowMath(r, r + 1).Set(Number(kSink), sinks_.GetValue(item.head * t_.group + r % t_.group));",
+    ),
+    "tokens of a sequence in pages are aligned to the end of its table": (
+        "shift_ = static_cast<int64_t>(t_.has_table ? keys_ : a_.keys) - tokens_;",
+        "shift_ = static_cast<int64_t>(a_.keys) - tokens_;",
+    ),
+    "page numbers are not clamped": (
+        "page = Clamped(table_.GetValue(uint64_t{item.sequence} * columns_ + index), pages_ - 1);",
+        "page = table_.GetValue(uint64_t{item.sequence} * columns_ + index);",
     ),
     "the overflow mode is not set": (
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",

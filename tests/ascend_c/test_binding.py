@@ -404,7 +404,8 @@ def fields(path, struct):
 
 def test_entries_hand_every_pointer_on():
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    for struct, binding in (("Arguments", "AttentionPointers"), ("ShiftArguments", "ShiftPointers")):
+    structs = {"Arguments": "AttentionPointers", "ShiftArguments": "ShiftPointers", "DecodeArguments": "DecodePointers"}
+    for struct, binding in structs.items():
         members = fields("kernel/arguments.h", struct)
         assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
         assert all(f"arguments.{name} = " in entries for name in members)
@@ -419,20 +420,21 @@ def test_entries_call_what_there_is():
     for name in re.findall(r"^void (Launch\w+)\(", entries, re.MULTILINE):
         assert any(f"void {name}(" in header for header in headers)
     called = re.findall(r"^    pasa::(\w+)(?:<kExact>)?\(arguments, tiling\);", entries, re.MULTILINE)
-    assert called == ["PasaAttention", "ShiftExact", "ShiftPaper"]
+    assert called == ["PasaAttention", "PasaDecode", "ShiftExact", "ShiftPaper"]
     for name in called:
         assert any(f"inline void {name}(const " in header for header in headers)
 
 
 def test_attributes_of_entries():
-    """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
-    batch mode, or two streams could wait for each other for ever."""
+    """Attention: a cube core with its two vector cores. SyncAll among vector cores: in batch mode, or two streams could
+    wait for each other for ever; where there are vector cores alone it is documented as `__mix__(0, 1)`."""
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
     result = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
     assert {name: attributes for attributes, name in result.items()} == {
         "pasa_attention": "__global__ __mix__(1, 2)",
+        "pasa_decode": "__schedmode__(1) __global__ __mix__(1, 2)",
         "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
         "pasa_shift_paper": "__global__ __cube__",
     }
     syncs = {path.name for path in (SOURCES / "kernel").glob("*.h") if "SyncAll()" in path.read_text(encoding="utf-8")}
-    assert syncs == {"shift_exact.h"}
+    assert syncs == {"shift_exact.h", "decode_vector.h"}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests import unlike_keys
 from tests.adversaries import sunken
+from tests.ascend_c.decode_runs import Pages, launch_decode, put_into_pages
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     Call,
@@ -210,6 +211,44 @@ CALLS = [
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below
 ]
+
+
+def leaving_columns():
+    """Keys with a bias in all columns, which leave the frame at different blocks, upwards and downwards."""
+    x = random_call(1, 5, 1, 3, 7 * BLOCK + 9, 128, causal=True)
+    x.q.mul_(0.2)
+    x.k.copy_((x.k - 3) / 8 + 30 * (1 - 2 * (torch.arange(128) % 2)))
+    for block, column in ((0, 1), (2, 4), (3, 70), (4, 125), (6, 8)):
+        x.k[:, :, block * BLOCK : (block + 1) * BLOCK, column] *= (block % 2) * 2
+    return x
+
+
+def mixed_batch(slots):
+    """A token, a prompt, no query, a prompt longer than its keys, and a sequence without keys."""
+    x = random_call(5, 4, 2, 40, 290, 64, causal=True, lengths=torch.tensor([290, 200, 50, 10, 0]))
+    return x, put_into_pages(x, slots, [0, 1, 34, 34, 51, 53])
+
+
+def wrong_pages():
+    """Page numbers beyond the cache at either end."""
+    x = random_call(1, 2, 1, 1, 300, 64)
+    pages = put_into_pages(x, 64)
+    pages.table[0, 1], pages.table[0, 3] = 100000, -1
+    return x, Pages(pages.q, pages.k.nan_to_num(), pages.v.nan_to_num(), pages.table, pages.lengths)
+
+
+# Calls of decoding, their pages if any, and numbers of groups: parts that are merged, several items for a group.
+DECODED = [
+    (random_call(1, 7, 1, 1, 600, 128, spread=3.0), None, 3),
+    (random_call(1, 8, 1, 8, 300, 256, causal=True), None, 1),
+    (leaving_columns(), None, 1),
+    (leaving_columns(), None, 4),
+    (random_call(3, 6, 2, 21, 20, 16, causal=True, sinks=torch.tensor([4.0, 12.0, -1.0, 0.0, 5.0, 2.0])), None, 2),
+    (random_call(3, 1, 1, 1, 140, 144, lengths=torch.tensor([140, 0, 7])), None, 1),
+    (*mixed_batch(48), 2),
+    (*wrong_pages(), 1),
+    (random_call(1, 2, 1, 3, 280, 64, causal=True, overflow="saturate", unbiased=torch.float16), None, 2),
+]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 
 
@@ -253,6 +292,7 @@ def attempts(program):
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
+    kernels += [partial(launch_decode, program, x, pages, groups=groups) for x, pages, groups in DECODED]
     kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
     kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = [bits(launch, 0) for launch in kernels]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import build_record
+from pasa.ops.attention.ascend import build_record, decode
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
 from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
 from pasa.ops.devices import ASCEND_310P, npu_chip
@@ -36,7 +37,15 @@ def attend(call: Call) -> Results:
     Packed sequences that one launch can serve are padded to the longest of them. The exact recovery
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
+
+    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
+    cannot read are gathered.
     """
+    if call.pages is not None:
+        if not decode.reads_pages(call):
+            return attend_gathered(attend, call)
+        out, lse = decode.decode_pages(call)
+        return Results(out.to(call.q.dtype), lse)
     if call.cu_q is None:
         call, mask = fold_mask(call)
         out, lse, largest = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
@@ -74,6 +83,9 @@ def _kernels(
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
     """
+    if mask is None and decode.decodes(call, q, k):
+        out, lse = decode.decode(call, q, k, v, lengths)
+        return out, lse, lse.new_empty(0)
     options, scale = call.options, call.scale
     kernels = torch.ops.pasa
     dim, saturate = q.shape[-1], options.overflow == "saturate"
