@@ -4,20 +4,18 @@
 // Nothing here waits for the device or reads it, and all memory is torch's, so that calls can be captured in a graph.
 // K' and the workspace go back to torch's allocator when a call returns, because their next use comes later in the same
 // stream.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <acl/acl.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <tuple>
 
 #include "../tiling/plan.h"
 #include "enqueue.h"
 #include "launch.h"
+#include "tensors.h"
 
 #ifndef PASA_BUILD_RECORD
 #define PASA_BUILD_RECORD ""
@@ -30,40 +28,9 @@ extern "C" __attribute__((used, visibility("default"))) const char pasa_build_re
 namespace pasa {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// ---- checks
-
-void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
-{
-    TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",
-                      first.device());
-    TORCH_CHECK_VALUE(x.sizes() == shape, name, " has shape ", x.sizes(), ", expected ", shape);
-    TORCH_CHECK_VALUE(x.is_contiguous(), name, " is not contiguous");
-}
-
-// The number of elements along an axis, as the kernels count: with 32 bits.
-uint32_t Count(const char* name, const Tensor& x, int64_t axis)
-{
-    TORCH_CHECK_VALUE(x.dim() == 4, name, " has ", x.dim(), " dimensions ", x.sizes(), ", expected 4");
-    const int64_t size = x.size(axis);
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), name, " has ", size, " elements along axis ", axis);
-    return static_cast<uint32_t>(size);
-}
-
-int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
-
 // ---- the chip
 
 // Memory sizes follow from the chip's name. Core numbers come from the runtime, which may be configured to use fewer.
-std::string SocName()
-{
-    const char* name = aclrtGetSocName();
-    return name == nullptr ? "" : name;
-}
-
 const Chip* FindChip()
 {
     const auto known = [name = SocName()](const Chip& c) { return name.rfind(c.name, 0) == 0; };
@@ -75,7 +42,11 @@ const Chip* FindChip()
 std::string ChipError()
 {
     if (FindChip() != nullptr) return "";
-    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4";
+    if (SocName().rfind(kChip310P, 0) == 0) {
+        return "the library was built for Atlas A2, and this chip is an " + SocName() +
+               ": run `pasa build-ascend` with SOC_VERSION=" + SocName();
+    }
+    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4 and the Ascend 310P";
 }
 
 Chip ChipOf(const Tensor& x)
@@ -93,9 +64,6 @@ Chip ChipOf(const Tensor& x)
 }
 
 // ---- launches
-
-void* Pointer(const Tensor& x) { return x.data_ptr(); }
-void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
 
 ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate)
 {

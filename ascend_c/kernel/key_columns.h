@@ -9,6 +9,7 @@ constexpr uint16_t kExponentBits = 0x7c00;       // of FP16
 constexpr float kMantissaStep = 0x1p-10f;        // an ulp of FP16, over the number's power of two
 constexpr float kSmallestHalf = 0x1p-24f;        // the finest grid there is
 constexpr float kLargestInverse = 0x1p-15f;      // the smallest power of two whose inverse FP16 holds
+constexpr float kNoFraction = 0x1.8p23f;         // an FP32 sum with it has no digits behind the point
 constexpr float kSmallestResidue = 0x1p24f;      // over it: differences of FP16 numbers are multiples of it
 
 // A block of keys, 64 columns at a time as FP32 (count, 64), and numbers of those columns.
@@ -59,7 +60,9 @@ public:
         const Row anchor = Columns(kAnchor), bad = Columns(kScratch);
         math.Divide(anchor, Mean(), Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
-        math.Round(anchor, anchor);
+        math.Lower(anchor, anchor, -kNoFraction);  // to the nearest integer: it is below 2^22, by far
+        AscendC::PipeBarrier<PIPE_V>();
+        math.Lower(anchor, anchor, kNoFraction);
         AscendC::PipeBarrier<PIPE_V>();
         math.Multiply(anchor, anchor, Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
@@ -190,7 +193,7 @@ private:
 
     __aicore__ inline void Take(const HalfTile& to, const Row& from, uint32_t width, uint32_t count)
     {
-        AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, width, count,
+        AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, width / kFractal, 8));
     }
 
@@ -239,7 +242,7 @@ private:
     {
         AscendC::Sub(left_, wide_, Anchor(), width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(to, left_, AscendC::RoundMode::CAST_RINT, width, count,
+        AscendC::Cast(to, left_, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, dim / kFractal, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }

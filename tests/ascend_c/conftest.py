@@ -36,6 +36,12 @@ def npu_library(twin_folder):
     return build_library(twin_folder)
 
 
+@pytest.fixture(scope="session")
+def npu_310p_library(shared_folder):
+    """The same for the Ascend 310P: torch.ops.pasa.npu_310p_*."""
+    return build_library(shared_folder / "twin_310p", "Ascend310P3")
+
+
 @pytest.fixture
 def kernels(twin_program):
     """The kernels, and a launch of each."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import build_record
+from pasa.ops.attention.ascend import build_record, on_310p
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.call import Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
@@ -24,9 +26,13 @@ from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
+if TYPE_CHECKING:
+    from pasa.ops.backends import Request
+
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
 # The library links these packages, whose C++ interfaces change with every version.
 LINKED = ("torch", "torch_npu")
+OLDEST_ARCHITECTURE = "dav-2201"  # Atlas A2, which libraries that say nothing were built for
 
 
 def attend(call: Call) -> Results:
@@ -68,13 +74,25 @@ def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
     """
-    options, scale = call.options, call.scale
-    kernels = torch.ops.pasa
-    dim, saturate = q.shape[-1], options.overflow == "saturate"
+    dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(q).all(-1)
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
+    on_chip = on_310p.attend if architecture() == on_310p.ARCHITECTURE else _on_a2
+    out, lse = on_chip(call, q, k, v, lengths)
+    if call.sinks is None:
+        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
+    else:
+        not_finite &= _sees_keys(q.shape[2], k.shape[2], call.is_causal, lengths, q.device)
+    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
+    return out, lse.masked_fill(not_finite, torch.nan)
+
+
+def _on_a2(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Launch the kernels for Atlas A2."""
+    options, scale, kernels = call.options, call.scale, torch.ops.pasa
+    saturate = options.overflow == "saturate"
     if options.recovery == "paper":
         matrix, invariance = paper_matrix(scale, options.beta, k.device)
         keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
@@ -83,17 +101,12 @@ def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
         keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate)
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     out, lse = kernels.npu_attention(
         q, keys, v, *references, lengths, sinks, call.is_causal, scale, invariance, saturate, *rounding
     )
-    if sinks is None:
-        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
-    else:
-        not_finite &= _sees_keys(q.shape[2], k.shape[2], call.is_causal, lengths, q.device)
-    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
-    return out, lse.masked_fill(not_finite, torch.nan)
+    return out, lse
 
 
 def _sees_keys(rows: int, keys: int, is_causal: bool, lengths: Tensor | None, device: torch.device) -> Tensor:
@@ -115,17 +128,34 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 @cache
 def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
-    chip = npu_chip()
-    if chip.startswith(ASCEND_310P):  # to build the library would not help
-        return f"no kernel was written for this chip, '{chip}': only for Ascend910B1 to B4"
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: run `pasa build-ascend` where CANN is installed"
     for name, (built, here) in build_record.differences(path).items():
         if name in LINKED:
             return f"{path} was built for {name} {built}, and {here} is installed: run `pasa build-ascend` again"
+    chip, on_310p_here = npu_chip(), architecture() == on_310p.ARCHITECTURE
+    if chip and chip.startswith(ASCEND_310P) != on_310p_here:  # do not load what was compiled for another chip
+        kind = "the Ascend 310P" if on_310p_here else "Atlas A2"
+        return f"{path} was built for {kind}, and this chip is an {chip}: run `pasa build-ascend` again"
     try:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load: {error}"
-    return str(torch.ops.pasa.npu_chip_error()) or None
+    chip_error = torch.ops.pasa.npu_310p_chip_error if on_310p_here else torch.ops.pasa.npu_chip_error
+    return str(chip_error()) or None
+
+
+def architecture() -> str:
+    """Return the NPU architecture that the library was built for, such as "dav-2201"; empty without a library."""
+    return _architecture(envs.ascend_library())
+
+
+@cache
+def _architecture(path: Path) -> str:
+    return build_record.built_with(path).get("arch", OLDEST_ARCHITECTURE) if path.is_file() else ""
+
+
+def limits(request: Request) -> list[str]:
+    """Return what the kernels for the chip of the library do not do, of what the record of the backend lists."""
+    return on_310p.refusals(request) if architecture() == on_310p.ARCHITECTURE else []
