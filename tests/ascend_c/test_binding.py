@@ -308,19 +308,25 @@ def test_the_matrix_fits_whole_blocks(npu, keys, matrix, sentence):
 
 
 @pytest.mark.parametrize(
-    ("soc", "served"),
-    [("Ascend910B1", True), ("Ascend910B2C", True), ("Ascend910B4-1", True), ("Ascend310P3", False), ("", False)],
+    ("soc", "refused"),
+    [
+        ("Ascend910B1", ""),
+        ("Ascend910B2C", ""),
+        ("Ascend910B4-1", ""),
+        ("Ascend310P3", "the library was built for Atlas A2, and this chip is an Ascend310P3: run `pasa build-ascend`"),
+        ("", "no kernel was written for this chip, '': only for Ascend910B1 to B4 and the Ascend 310P"),
+    ],
 )
-def test_chips(npu, monkeypatch, soc, served):
+def test_chips(npu, monkeypatch, soc, refused):
     monkeypatch.setenv("FAKE_SOC", soc)
     npu_backend.library_error.cache_clear()
-    if served:
+    if not refused:
         assert npu_backend.library_error() is None
         npu.npu_attention(*call_arguments().values())
     else:
         why = npu_backend.library_error()  # so that a call which names no backend is served by another
-        assert why == f"no kernel was written for this chip, '{soc}': only for Ascend910B1 to B4"
-        with pytest.raises(NotImplementedError, match=f"no kernel was written for this chip, '{soc}'"):
+        assert why.startswith(refused)
+        with pytest.raises(NotImplementedError, match=re.escape(refused)):
             npu.npu_attention(*call_arguments().values())
 
 

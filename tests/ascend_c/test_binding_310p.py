@@ -1,13 +1,16 @@
 """The binding for the Ascend 310P: what it refuses, and its kernels' results as a backend, on the CPU twin."""
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch.library import opcheck
 
 import pasa
+from pasa.eval.random_calls.run import FUZZ
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
@@ -15,6 +18,7 @@ from tests import fake_npu
 from tests.inputs import max_error, normal_qkv
 
 CHIP = "Ascend310P3"
+RESULTS = Path(__file__).parents[2] / "eval" / "random_calls" / "results" / "310p"
 HALF_ULP = 2.0**-11  # of an output near 1
 
 
@@ -97,6 +101,20 @@ def test_operators_keep_torchs_rules(npu, is_causal):
     opcheck(npu.npu_310p_lay_out.default, (v, None), test_utils="test_faketensor")
     opcheck(npu.npu_310p_attention.default, (q, shifted[0], values, *shifted[1:], None, 16, 150, is_causal, 0.125),
             test_utils=tests)  # fmt: skip
+
+
+def test_random_calls_hold_all_bounds(npu):
+    """The launches raise an error if a number saturates."""
+    result = FUZZ.measure(cases=60, seed=3, backend="npu")
+    assert result["gate"] == {"passed": True, "failed": 0, "run": 60, "stopped": False, "absent": 0}
+    assert "Ascend C for the 310P on its CPU twin" in result["note"]
+
+
+def test_the_stored_run_is_long_and_holds_all_bounds():
+    result = json.loads((RESULTS / "fuzz.json").read_text("utf-8"))
+    assert result["gate"]["passed"]
+    assert result["backends"]["npu"]["correct"] == result["cases"] >= 5000
+    assert "310P" in result["note"]
 
 
 # ---- refused by name
