@@ -9,7 +9,6 @@ constexpr uint16_t kExponentBits = 0x7c00;       // of FP16
 constexpr float kMantissaStep = 0x1p-10f;        // an ulp of FP16, over the number's power of two
 constexpr float kSmallestHalf = 0x1p-24f;        // the finest grid there is
 constexpr float kLargestInverse = 0x1p-15f;      // the smallest power of two whose inverse FP16 holds
-constexpr float kNoFraction = 0x1.8p23f;         // an FP32 sum with it has no digits behind the point
 constexpr float kSmallestResidue = 0x1p24f;      // over it: differences of FP16 numbers are multiples of it
 
 // A block of keys, 64 columns at a time as FP32 (count, 64), and numbers of those columns.
@@ -49,7 +48,8 @@ public:
 
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
     // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third of
-    // it.
+    // it. `Chip` rounds to the nearest integers, half to even; they are below 2^22, by far.
+    template <typename Chip>
     __aicore__ inline void TakeAnchorOff(const HalfTile& to, uint32_t dim, const HalfTile& keys, uint32_t width,
                                          uint32_t count)
     {
@@ -60,9 +60,7 @@ public:
         const Row anchor = Columns(kAnchor), bad = Columns(kScratch);
         math.Divide(anchor, Mean(), Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
-        math.Lower(anchor, anchor, -kNoFraction);  // to the nearest integer: it is below 2^22, by far
-        AscendC::PipeBarrier<PIPE_V>();
-        math.Lower(anchor, anchor, kNoFraction);
+        Chip::ToIntegers(anchor, width);
         AscendC::PipeBarrier<PIPE_V>();
         math.Multiply(anchor, anchor, Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();

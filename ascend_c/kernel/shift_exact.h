@@ -6,8 +6,8 @@
 
 namespace pasa {
 
-// `Layout` says how K' lies in memory.
-template <typename Layout>
+// `Chip` says how K' lies in memory, and how numbers are rounded to integers.
+template <typename Chip>
 class ShiftExactly {
 public:
     __aicore__ inline ShiftExactly(const ShiftArguments& arguments, const ShiftTiling& tiling, AscendC::TPipe& pipe)
@@ -64,16 +64,16 @@ private:
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
             AscendC::LocalTensor<half> in = LoadRows(k_[KeyRow(head, block) * t_.dim + first], width, count, 1);
-            columns_.TakeAnchorOff(out[first], t_.dim, in, width, count);
+            columns_.template TakeAnchorOff<Chip>(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
-        Layout::FillUp(out, t_.dim, count);
+        Chip::FillUp(out, t_.dim, count);
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
-        Layout::Store(keys_[Layout::Place(t_, head, block)], out, t_.dim, count);
+        Chip::Store(keys_[Chip::Place(t_, head, block)], out, t_.dim, count);
         half_out_.FreeTensor(out);
         StoreUnit(head, block, unit);
     }

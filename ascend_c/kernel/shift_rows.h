@@ -8,6 +8,10 @@ namespace pasa {
 
 // K' as the keys lie: row by row.
 struct RowKeys {
+    static __aicore__ inline void ToIntegers(const RowMath::Row& row, uint32_t count)
+    {
+        AscendC::Cast(row, row, AscendC::RoundMode::CAST_RINT, count, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+    }
     static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t block)
     {
         return (static_cast<uint64_t>(head) * t.keys + block * kBlockKeys) * t.dim;

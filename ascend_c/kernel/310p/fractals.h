@@ -7,6 +7,14 @@ namespace pasa {
 
 // K' and V in memory: blocks of keys as (D / 16, 128, 16). Behind the last key, rows are 0 up to a multiple of 16.
 struct FractalKeys {
+    // An Ascend 310P converts no float to float. An FP32 sum with 1.5 x 2^23 has no digits behind the point.
+    static __aicore__ inline void ToIntegers(const RowMath::Row& row, uint32_t count)
+    {
+        const AscendC::UnaryRepeatParams in_place(1, 1, 8, 8);
+        AscendC::Adds(row, row, 0x1.8p23f, count, 1, in_place);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Adds(row, row, -0x1.8p23f, count, 1, in_place);
+    }
     static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t block)
     {
         return (static_cast<uint64_t>(head) * t.blocks + block) * kBlockKeys * t.dim;
