@@ -32,7 +32,7 @@ def run_model(progress: output.Report = output.silent) -> Record:
 
     OSError without g++ or the Ascend C sources, or if the twin reports a fault.
     """
-    published = json.loads(RATES.read_text(encoding="utf-8"))
+    published: Record = json.loads(RATES.read_text(encoding="utf-8"))
     rates = {name: float(each["value"]) for name, each in published["rates"].items()}
     tiles = [predict(dim, work, rates) | {"work": work} for dim, work in count(progress).items()]
     products = all(e["work"]["macs"] == ROWS * (KEYS * (2 * e["dim"] + 16) + 2 * e["dim"]) for e in tiles)

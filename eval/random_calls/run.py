@@ -77,7 +77,8 @@ def calls_of(backend: str) -> dict[str, Kind]:
     """Return the kinds of calls of attention, all on one backend."""
     if backend not in (names := [status.name for status in pasa.backends()]):
         raise ValueError(f"backend={backend!r} is not one of {sorted(names)}")
-    return {name: replace(kind, draw=partial(kind.draw, backend=backend)) for name, kind in attention.KINDS.items()}
+    draws = {"attention": attention.draw, "attention_varlen": attention.draw_packed}
+    return {name: replace(attention.KINDS[name], draw=partial(draw, backend=backend)) for name, draw in draws.items()}
 
 
 def run_soak(
@@ -262,7 +263,7 @@ def failures(result: Record) -> list[str]:
 def verdict(result: Record) -> str:
     """Return what the exit status says."""
     gate, seeds, command = result["gate"], result.get("seeds", 1), "pasa eval fuzz"
-    command += f" --backend {result['backend']}" * ("backend" in result)
+    command += f" --backend {result['backend']}" if "backend" in result else ""
     seed = f"--seed {result['seed']}" + f" --seeds {seeds}" * (seeds > 1)
     if result["experiment"] == "soak":
         command = f"pasa bench soak --backend {result['backend']}" + " --small" * result["small"]
