@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.library import opcheck
 
 import pasa
+from pasa.eval.check_device.npu import probes
 from pasa.eval.random_calls.run import FUZZ
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
@@ -103,8 +105,10 @@ def test_operators_keep_torchs_rules(npu, is_causal):
             test_utils=tests)  # fmt: skip
 
 
-def test_random_calls_hold_all_bounds(npu):
+def test_random_calls_hold_all_bounds(npu, monkeypatch):
     """The launches raise an error if a number saturates."""
+    monkeypatch.delitem(sys.modules, "torch_npu")  # else the fuzzer takes the library for that of a device
+    monkeypatch.delattr(torch, "npu")
     result = FUZZ.measure(cases=60, seed=3, backend="npu")
     assert result["gate"] == {"passed": True, "failed": 0, "run": 60, "stopped": False, "absent": 0}
     assert "Ascend C for the 310P on its CPU twin" in result["note"]
@@ -157,6 +161,11 @@ def test_bad_arguments_of_the_operators(npu):
         attend(scale=0.0)
     with pytest.raises(TypeError, match="k is Float, expected Half"):
         npu.npu_310p_shift(k.float(), None, 0.125)
+
+
+def test_probes_of_the_a2_say_that_they_are_none_of_this_chip(npu):
+    with pytest.raises(NotImplementedError, match="none is written for the Ascend 310P"):
+        probes.check_chip("cpu")
 
 
 def test_another_chip_is_refused_by_name(npu, monkeypatch):
