@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 class Saturating(TorchDispatchMode):
     """Replace infinity and NaN in FP16 results of torch's operators while the mode is active.
 
-    Infinite operands count like those that an operator made, since the chip has neither. FP32 results
-    stay as they are, because no document says what the chip makes of them.
+    Results that are infinite because an operand was are replaced too, since the chip has no infinity.
+    FP32 results are left unchanged, because no document says whether they saturate.
 
     Attributes
     ----------
