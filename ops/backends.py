@@ -65,6 +65,8 @@ class Backend:
         Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
     slower : callable
         Returns which fast paths of the backend are off on this machine, and why, or None; called on demand.
+    limits : callable
+        Returns why the device of this machine, one of several kinds, cannot serve a request; called on demand.
     functions : dict
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
@@ -90,6 +92,7 @@ class Backend:
     feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slower: Callable[[], str | None] = lambda: None
+    limits: Callable[[Request], list[str]] = lambda request: []
     repeatable: bool = False
     priority: int = field(default=0)
 
@@ -140,7 +143,7 @@ class Backend:
         if request.mask != "none":
             reasons += self._refused_options("masks", options)
         absent = self.missing()
-        return reasons if absent is None else [absent, *reasons]
+        return reasons + self.limits(request) if absent is None else [absent, *reasons]
 
     def feature_refusals(self, feature: str, options: AttentionOptions) -> list[str]:
         """Return every reason why this backend cannot serve one feature of a call with these options."""
@@ -201,7 +204,8 @@ ASCEND_C: Backend = Backend(
     name="npu",
     module="pasa.ops.attention.ascend.backend",
     missing=lambda: npu_missing() or ASCEND_C.load().library_error(),
-    label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
+    limits=lambda request: ASCEND_C.load().limits(request),
+    label="Ascend C kernels for Atlas A2 or the Ascend 310P; run on a CPU twin of either, not on an NPU",
     devices=("npu",),
     masks=("none", "bool"),
     accepts={

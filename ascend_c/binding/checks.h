@@ -1,59 +1,15 @@
-// What the operators check of tensors and of the chip, and how they hand tensors on.
+// What the operators for Atlas A2 check of the chip, and the dtype of their outputs.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <acl/acl.h>
-
 #include <algorithm>
-#include <limits>
-#include <optional>
 #include <string>
 
 #include "../tiling/plan.h"
+#include "tensors.h"
 
 namespace pasa {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-// ---- checks
-
-inline void CheckKind(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype,
-                      at::IntArrayRef shape)
-{
-    TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",
-                      first.device());
-    TORCH_CHECK_VALUE(x.sizes() == shape, name, " has shape ", x.sizes(), ", expected ", shape);
-}
-
-inline void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype,
-                        at::IntArrayRef shape)
-{
-    CheckKind(name, x, first, dtype, shape);
-    TORCH_CHECK_VALUE(x.is_contiguous(), name, " is not contiguous");
-}
-
-// The number of elements along an axis, as the kernels count: with 32 bits.
-inline uint32_t Count(const char* name, const Tensor& x, int64_t axis)
-{
-    TORCH_CHECK_VALUE(x.dim() == 4, name, " has ", x.dim(), " dimensions ", x.sizes(), ", expected 4");
-    const int64_t size = x.size(axis);
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), name, " has ", size, " elements along axis ", axis);
-    return static_cast<uint32_t>(size);
-}
-
-inline int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
-
-// ---- the chip
-
 // Memory sizes follow from the chip's name. Core numbers come from the runtime, which may be configured to use fewer.
-inline std::string SocName()
-{
-    const char* name = aclrtGetSocName();
-    return name == nullptr ? "" : name;
-}
-
 inline const Chip* FindChip()
 {
     const auto known = [name = SocName()](const Chip& c) { return name.rfind(c.name, 0) == 0; };
@@ -65,7 +21,11 @@ inline const Chip* FindChip()
 inline std::string ChipError()
 {
     if (FindChip() != nullptr) return "";
-    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4";
+    if (SocName().rfind(kChip310P, 0) == 0) {
+        return "the library was built for Atlas A2, and this chip is an " + SocName() +
+               ": run `pasa build-ascend` with SOC_VERSION=" + SocName();
+    }
+    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4 and the Ascend 310P";
 }
 
 inline Chip ChipOf(const Tensor& x)
@@ -81,9 +41,6 @@ inline Chip ChipOf(const Tensor& x)
     chip.vector_cores = static_cast<uint32_t>(vector);
     return chip;
 }
-
-inline void* Pointer(const Tensor& x) { return x.data_ptr(); }
-inline void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
 
 inline at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::kHalf; }
 

@@ -95,8 +95,8 @@ public:
     {
         Operand right = right_.AllocTensor<half>();
         AscendC::InitConstValueParams<half> p;
-        p.repeatTimes = 1;
-        p.blockNum = Fractals(k) * Fractals(n);
+        p.repeatTimes = Fractals(k) * Fractals(n);  // of one block: a 310P reads no other number
+        p.blockNum = 1;
         p.dstGap = 0;
         p.initValue = number;
         AscendC::Fill(right, p);

@@ -6,10 +6,6 @@
 
 namespace pasa {
 
-// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Fully
-// masked rows may find masked scores above it; their result is replaced at the end.
-constexpr float kNothing = -0x1p125f;
-constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 constexpr float kLargestLifted = 64.0f;  // of a scale with which FP16 scores in nats less a few nats are near enough
 
 template <bool kExact>

@@ -1,12 +1,13 @@
-// K' for the exact recovery, on the vector cores: each column of a block less its anchor, without rounding.
+// K' for the exact recovery: each column of a block less its anchor, without rounding.
 #pragma once
 
 #include "arguments.h"
 #include "key_columns.h"
-#include "overflow_mode.h"
 
 namespace pasa {
 
+// `Chip` says how K' lies in memory, and how numbers are rounded to integers.
+template <typename Chip>
 class ShiftExactly {
 public:
     __aicore__ inline ShiftExactly(const ShiftArguments& arguments, const ShiftTiling& tiling, AscendC::TPipe& pipe)
@@ -24,14 +25,18 @@ public:
         pipe.InitBuffer(unit_out_, 1, kBlockBytes);
     }
 
-    __aicore__ inline void Run()
+    __aicore__ inline void MakeAnchors()
     {
         const uint32_t total = t_.heads * t_.blocks;
         for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
             const uint32_t count = Count(item / t_.blocks, item % t_.blocks);
             if (count > 0) Shift(item / t_.blocks, item % t_.blocks, count);
         }
-        AscendC::SyncAll();
+    }
+
+    // When all cores have made their anchors.
+    __aicore__ inline void MakeFrames()
+    {
         const uint32_t parts = DivideUp(t_.dim, kFloats);
         for (uint32_t item = AscendC::GetBlockIdx(); item < t_.heads * parts; item += AscendC::GetBlockNum()) {
             StoreFrames(item / parts, item % parts * kFloats);
@@ -59,15 +64,16 @@ private:
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
             AscendC::LocalTensor<half> in = LoadRows(k_[KeyRow(head, block) * t_.dim + first], width, count, 1);
-            columns_.TakeAnchorOff(out[first], t_.dim, in, width, count);
+            columns_.template TakeAnchorOff<Chip>(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
+        Chip::FillUp(out, t_.dim, count);
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
-        AscendC::DataCopy(keys_[KeyRow(head, block) * t_.dim], out, count * t_.dim);
+        Chip::Store(keys_[Chip::Place(t_, head, block)], out, t_.dim, count);
         half_out_.FreeTensor(out);
         StoreUnit(head, block, unit);
     }
@@ -177,13 +183,5 @@ private:
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> half_out_, row_out_, unit_out_;
     KeyColumns columns_;
 };
-
-// On vector cores alone, all at once: SyncAll waits for every one of them.
-__aicore__ inline void ShiftExact(const ShiftArguments& arguments, const ShiftTiling& tiling)
-{
-    const OverflowMode mode(tiling.saturates != 0);
-    AscendC::TPipe pipe;
-    ShiftExactly(arguments, tiling, pipe).Run();
-}
 
 }  // namespace pasa

@@ -36,7 +36,7 @@ public:
           visits_(tiling, visits)
     {
         if (tiling_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(lengths));
-        slots_ = DivideUp(tiling_.rows, kTileRows * tiling_.lanes);
+        slots_ = DivideUp(tiling_.rows, tiling_.tile_rows * tiling_.lanes);
         total_ = slots_ * tiling_.batch * tiling_.heads;
     }
 
@@ -55,9 +55,9 @@ public:
         task.steps = 0;
         for (uint32_t i = 0; i < kLanes; ++i) {
             LaneTask& lane = task.lane[i];
-            lane.first_row = (slot * tiling_.lanes + i) * kTileRows;
+            lane.first_row = (slot * tiling_.lanes + i) * tiling_.tile_rows;
             const bool used = i < tiling_.lanes && lane.first_row < tiling_.rows;
-            lane.rows = used ? Least(kTileRows, tiling_.rows - lane.first_row) : 0;
+            lane.rows = used ? Least(tiling_.tile_rows, tiling_.rows - lane.first_row) : 0;
             lane.steps = used ? DivideUp(Seen(task, lane.first_row + lane.rows - 1), kBlockKeys) : 0;
             task.steps = Largest(task.steps, lane.steps);
         }

@@ -8,9 +8,6 @@
 
 namespace pasa {
 
-// Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
-constexpr float kHidden = -0x1p100f;
-
 class VectorState {
 protected:
     using Row = AscendC::LocalTensor<float>;

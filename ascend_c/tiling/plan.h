@@ -21,14 +21,15 @@ struct Chip {
     uint64_t l1;
 };
 
-// L0A, L0B and L0C are the same on all of them: multiply.h. 310P is another machine: its cores hold cube and vector
-// units together, L0C goes to UB and not to GM, there is no BF16, and scores would never leave the core.
+// L0A, L0B and L0C are the same on all of them: multiply.h. The 310P is another machine: plan_310p.h.
 constexpr Chip kChips[] = {
     {"Ascend910B1", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
     {"Ascend910B2", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
     {"Ascend910B3", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
     {"Ascend910B4", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
 };
+
+constexpr const char* kChip310P = "Ascend310P";  // begins the names of all chips of that kind
 
 constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t anchor_rows)
 {
@@ -137,6 +138,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.keys = shape.keys;
     t.dim = shape.dim;
     t.blocks = DivideUp(shape.keys, kBlockKeys);
+    t.tile_rows = kTileRows;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
     Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,

@@ -13,6 +13,11 @@ constexpr uint32_t kBlockKeys = 128;  // keys of a block
 constexpr uint32_t kFractal = 16;     // elements of a side of a cube fractal, and FP16 numbers in 32 bytes
 constexpr float kReferenceWeight = -2.0f / kFractal;  // of the reference's columns: half are its high term, half low
 constexpr uint32_t kLanes = 2;        // query tiles that a group works on in turn
+// Numbers of a tile of 64 rows in L1, where 128 rows lie between its columns: multiply.h.
+PASA_ANYWHERE constexpr uint32_t HalfTileNumbers(uint32_t columns)
+{
+    return kTileRows * (columns - kFractal) + kHalfRows * kFractal;
+}
 constexpr uint32_t kMaxDim = 256;
 constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or L0B
 constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
@@ -52,6 +57,7 @@ struct AttentionTiling {
     uint32_t keys;
     uint32_t dim;     // a multiple of 16
     uint32_t blocks;  // of keys
+    uint32_t tile_rows;  // query rows of a tile
     uint32_t lanes;   // query tiles in turn: 2, or 1 where their outputs do not fit, and in the exact recovery
     uint32_t resident;  // exact: products add up in L0C, which holds 128 columns
     uint32_t causal;  // a row sees no key further to the right of its own than `right`

@@ -257,7 +257,10 @@ bool GetSaturationFlag(Here here = Here::now())
 }
 inline int64_t GetBlockNum() { return twin::launch->blocks; }
 inline int64_t GetBlockIdx() { return twin::core().block_index(); }
-inline int64_t GetSubBlockIdx() { return twin::core().sub; }
+inline int64_t GetSubBlockIdx(Here here = Here::now())
+{
+    return twin::begin_call("GetSubBlockIdx", twin::Pipe::S, here).sub;
+}
 inline int64_t GetSubBlockNum() { return twin::core().options.shape == twin::Shape::mix_1_2 ? 2 : 1; }
 
 }  // namespace AscendC

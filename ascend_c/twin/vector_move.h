@@ -58,6 +58,13 @@ inline bool takes(CastKind kind, AscendC::RoundMode mode)
     return kind != CastKind::exact && mode != R::UNKNOWN;
 }
 
+// The same on a 310P. Its page lists no conversion between floats, and none from float to int32_t.
+inline bool takes_on_310p(CastKind kind, AscendC::RoundMode mode)
+{
+    using R = AscendC::RoundMode;
+    return kind != CastKind::other && (mode == R::CAST_NONE || (kind == CastKind::to_half && mode == R::CAST_ODD));
+}
+
 inline Rounding rounding_of(AscendC::RoundMode mode)
 {
     switch (mode) {
@@ -97,6 +104,10 @@ void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src
     Instruction op("Cast", Pipe::V, here);
     op.require(takes(cast_kind<D, S>(), mode), FaultKind::type,
                "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
+    op.require(op.core().kind != CoreKind::ai || takes_on_310p(cast_kind<D, S>(), mode), FaultKind::type,
+               "an Ascend 310P does not have this conversion with this round mode");
+    op.require(op.core().kind != CoreKind::ai || !(std::is_same_v<D, bfloat16_t> || std::is_same_v<S, bfloat16_t>),
+               FaultKind::type, kNoBf16);
     constexpr int lanes = std::min(kLanes<D>, kLanes<S>);
     const Plan plan = e.plan(op, lanes);
     const UnaryStrides s = strides(op, params);

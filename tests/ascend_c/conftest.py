@@ -41,6 +41,12 @@ def npu_library(twin_folder):
     return build_library(twin_folder)
 
 
+@pytest.fixture(scope="session")
+def npu_310p_library(shared_folder):
+    """The same for the Ascend 310P: torch.ops.pasa.npu_310p_*."""
+    return build_library(shared_folder / "twin_310p", "Ascend310P3")
+
+
 @pytest.fixture
 def npu(npu_library, monkeypatch):
     """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
@@ -63,15 +69,3 @@ def kernels(twin_program):
 def sanitized_kernels(twin_program):
     """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
     return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])
-
-
-@pytest.fixture
-def npu(npu_library, monkeypatch):
-    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
-    npu_backend.library_error.cache_clear()
-    assert npu_backend.library_error() is None  # loads it
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield torch.ops.pasa
-    npu_backend.library_error.cache_clear()

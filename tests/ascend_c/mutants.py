@@ -313,20 +313,23 @@ def chosen(right: str, wrong: str, number: int) -> str:
     return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
 
 
-def write_mutants(folder: Path) -> list[Mutant]:
-    """Write the kernels into `folder`/kernel, with a switch at every place that has a mutant.
+def write_mutants(folder: Path, sources: str = "*.h", rules: dict[str, tuple[str, str]] = RULES) -> list[Mutant]:
+    """Write the kernels into `folder`/kernel, with a switch at every place of `sources` that has a mutant.
 
     Raises
     ------
     ValueError
-        If a statement of `RULES` is in no kernel.
+        If a statement of `rules` is in none of these sources.
     """
     mutants: list[Mutant] = []
-    (folder / "kernel").mkdir(parents=True)
+    folder.mkdir(parents=True)
     for name in ("twin", "tiling"):
         (folder / name).symlink_to(ASCEND_C / name)
-    shutil.copytree(ASCEND_C / "binding", folder / "binding")  # its includes are to find the kernels of `folder`
-    for source in sorted((ASCEND_C / "kernel").glob("*.h")):
+    for name in ("binding", "kernel"):  # the includes of the binding are to find the kernels of `folder`
+        shutil.copytree(ASCEND_C / name, folder / name)
+    with open(folder / "kernel" / "port.h", "a", encoding="utf-8") as port:
+        port.write(SWITCH)
+    for source in sorted((ASCEND_C / "kernel").glob(sources)):
         text = source.read_text(encoding="utf-8")
 
         def note(match: re.Match[str], what: str, name: str = source.name, text: str = text) -> int:
@@ -341,14 +344,13 @@ def write_mutants(folder: Path) -> list[Mutant]:
             return f"{match[1]}pasa_shrunk({match[2]}, {note(match, what)}));"
 
         changed = BUFFER.sub(shrink, CALL.sub(leave_out, text))
-        for what, (right, wrong) in RULES.items():
+        for what, (right, wrong) in rules.items():
             if right not in text:
                 continue
             mutants.append(Mutant(len(mutants) + 1, source.name, text.count("\n", 0, text.index(right)) + 1, what))
             changed = changed.replace(right, chosen(right, wrong, len(mutants)), 1)
-        if source.name == "port.h":
-            changed += SWITCH
-        (folder / "kernel" / source.name).write_text(changed, encoding="utf-8")
-    if missing := RULES.keys() - {mutant.what for mutant in mutants}:
+        if source.name != "port.h":
+            (folder / "kernel" / source.relative_to(ASCEND_C / "kernel")).write_text(changed, encoding="utf-8")
+    if missing := rules.keys() - {mutant.what for mutant in mutants}:
         raise ValueError(f"no kernel has the statements of: {sorted(missing)}")
     return mutants

@@ -16,7 +16,7 @@ OTHERS = {"GetTPipePtr", "DataCacheCleanAndInvalid", "Get"}
 
 def calls_of_the_kernels():
     """Return the names of the vendor's functions that `ascend_c/kernel` calls."""
-    files = sorted((ROOT / "ascend_c" / "kernel").glob("*.h"))
+    files = sorted((ROOT / "ascend_c" / "kernel").rglob("*.h"))
     code = "\n".join(re.sub(r"//.*", "", path.read_text("utf-8")) for path in files)
     assert all(name in code for name in OTHERS)
     return (set(QUALIFIED.findall(code)) | OTHERS | (set(MEMBER.findall(code)) - set(OWN.findall(code)))) - STRUCTURES

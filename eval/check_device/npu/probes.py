@@ -20,6 +20,7 @@ from pasa.eval.check_device.npu.capture import captured
 from pasa.eval.check_device.npu.finding import Finding, in_ulps, same_bits
 from pasa.eval.kit.error_metrics import generator
 from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import on_310p
 
 EXP, LN, DIV, HALF_PRODUCT, INTEGERS, SELECT = range(6)  # VectorProbe of ascend_c/kernel/probes.h
 NUMBERS, COLUMNS = 4096, 64  # of a vector probe, and of one of its repeats
@@ -247,6 +248,8 @@ def _operators() -> Any:
     """Return the operators of the library; NotImplementedError says why there are none."""
     if (why := npu_backend.library_error()) is not None:
         raise NotImplementedError(why)
+    if npu_backend.architecture() == on_310p.ARCHITECTURE:
+        raise NotImplementedError("the probes are of the kernels for Atlas A2: none is written for the Ascend 310P")
     return torch.ops.pasa
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import build_record, decode
+from pasa.ops.attention.ascend import build_record, decode, on_310p
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
 from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
@@ -26,9 +28,13 @@ from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
+if TYPE_CHECKING:
+    from pasa.ops.backends import Request
+
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
 # The library links these packages, whose C++ interfaces change with every version.
 LINKED = ("torch", "torch_npu")
+OLDEST_ARCHITECTURE = "dav-2201"  # Atlas A2, which libraries that say nothing were built for
 
 
 def attend(call: Call) -> Results:
@@ -83,16 +89,35 @@ def _kernels(
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
     """
-    if mask is None and decode.decodes(call, q, k):
+    is_310p = architecture() == on_310p.ARCHITECTURE
+    if mask is None and not is_310p and decode.decodes(call, q, k):
         out, lse = decode.decode(call, q, k, v, lengths)
         return out, lse, lse.new_empty(0)
-    options, scale = call.options, call.scale
-    kernels = torch.ops.pasa
-    dim, saturate = q.shape[-1], options.overflow == "saturate"
+    dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(q).all(-1)
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
+    if is_310p:
+        out, lse = on_310p.attend(call, q, k, v, lengths)
+        largest = lse.new_empty(0)
+    else:
+        out, lse, largest = _on_a2(call, q, k, v, lengths, mask)
+    if call.sinks is None:
+        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
+    else:
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
+    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
+    largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
+    return out, lse.masked_fill(not_finite, torch.nan), largest
+
+
+def _on_a2(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, mask: KernelMask | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels of prefill for Atlas A2; the results are those of `_kernels`."""
+    options, scale, kernels = call.options, call.scale, torch.ops.pasa
+    saturate = options.overflow == "saturate"
     if options.recovery == "paper":
         matrix, invariance = paper_matrix(scale, options.beta, k.device)
         keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
@@ -102,7 +127,7 @@ def _kernels(
         keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate, begins_anywhere)
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     out, lse, largest = kernels.npu_attention(
         q,
@@ -120,13 +145,7 @@ def _kernels(
         *rounding,
         call.max_logits,
     )
-    if sinks is None:
-        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
-    else:
-        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
-    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
-    largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
-    return out, lse.masked_fill(not_finite, torch.nan), largest
+    return out, lse, largest
 
 
 def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:
@@ -152,17 +171,34 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 @cache
 def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
-    chip = npu_chip()
-    if chip.startswith(ASCEND_310P):  # to build the library would not help
-        return f"no kernel was written for this chip, '{chip}': only for Ascend910B1 to B4"
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: run `pasa build-ascend` where CANN is installed"
     for name, (built, here) in build_record.differences(path).items():
         if name in LINKED:
             return f"{path} was built for {name} {built}, and {here} is installed: run `pasa build-ascend` again"
+    chip, on_310p_here = npu_chip(), architecture() == on_310p.ARCHITECTURE
+    if chip and chip.startswith(ASCEND_310P) != on_310p_here:  # do not load what was compiled for another chip
+        kind = "the Ascend 310P" if on_310p_here else "Atlas A2"
+        return f"{path} was built for {kind}, and this chip is an {chip}: run `pasa build-ascend` again"
     try:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load: {error}"
-    return str(torch.ops.pasa.npu_chip_error()) or None
+    chip_error = torch.ops.pasa.npu_310p_chip_error if on_310p_here else torch.ops.pasa.npu_chip_error
+    return str(chip_error()) or None
+
+
+def architecture() -> str:
+    """Return the NPU architecture that the library was built for, such as "dav-2201"; empty without a library."""
+    return _architecture(envs.ascend_library())
+
+
+@cache
+def _architecture(path: Path) -> str:
+    return build_record.built_with(path).get("arch", OLDEST_ARCHITECTURE) if path.is_file() else ""
+
+
+def limits(request: Request) -> list[str]:
+    """Return what the kernels for the chip of the library do not do, of what the record of the backend lists."""
+    return on_310p.refusals(request) if architecture() == on_310p.ARCHITECTURE else []

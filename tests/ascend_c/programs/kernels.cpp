@@ -1,42 +1,15 @@
 // The kernels on arrays: attention on q, keys, v, and for the exact recovery anchors and units; lengths if any.
 #include "binding/on_twin.h"
 #include "harness.h"
+#include "inputs.h"
 #include "tiling/decode_plan.h"
-
-namespace {
-
-// In a build of mutants, the one to run.
-void choose_mutant([[maybe_unused]] const harness::Arguments& a)
-{
-#ifdef PASA_MUTANTS
-    pasa_mutant = a.number("mutant");
-#endif
-}
-
-double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
-
-// An array that a program was given or is to give, by name; empty without one.
-template <typename T>
-std::vector<T> given(const harness::Arguments& a, const char* name, bool there = true)
-{
-    return there ? a.load<T>(name) : std::vector<T>();
-}
-
-template <typename T>
-void* data(std::vector<T>& array)
-{
-    return array.empty() ? nullptr : array.data();
-}
-
-}  // namespace
 
 TWIN_CASE(attend)
 {
     const harness::Arguments& a = arguments;
     choose_mutant(a);
     const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
+    const pasa::Shape shape = shape_of(a);
     pasa::Settings settings;
     settings.exact = a.number("exact", 1) != 0;
     settings.causal = a.number("causal") != 0;
@@ -249,8 +222,7 @@ TWIN_CASE(unbiased)
 TWIN_CASE(plan)
 {
     const auto number = [&](const char* key) { return static_cast<uint32_t>(arguments.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
+    const pasa::Shape shape = shape_of(arguments);
     pasa::Settings settings;
     settings.exact = arguments.number("exact", 1) != 0;
     settings.causal = arguments.number("causal") != 0;
