@@ -80,7 +80,7 @@ setup(
         "pasa.ops": ["**/README.md", "measured.json"],
         "pasa.eval": ["**/README.md", "**/*.html", "models/zoo/fields.json", "npu/*.json", "npu/results/*.json"],
         # Sources: an NPU machine builds them. What is built there belongs to that machine.
-        "pasa.ascend_c": ["CMakeLists.txt", "*.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc"],
+        "pasa.ascend_c": ["CMakeLists.txt", "*.md", "*/README.md", "*/*.h", "*/*.cpp", "*/*.asc", "kernel/310p/*"],
     },
     install_requires=["torch>=2.6", "numpy>=1.24", "typer>=0.15"],  # typer (it brings rich): the command line alone
     extras_require={

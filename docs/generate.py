@@ -104,7 +104,7 @@ def support() -> str:
         ("devices", [_devices(backend) for backend in backends]),
         ("dtypes", [", ".join(str(dtype).removeprefix("torch.") for dtype in b.dtypes) for b in backends]),
         ("head dim", [f"{b.head_dims[0]} to {b.head_dims[1]}" for b in backends]),
-        ("masks", [", ".join(b.masks) for b in backends]),
+        ("masks", ["; ".join([", ".join(b.masks), *_limits(b, "masks")]) for b in backends]),
         *((f"`{option.name}`", [_values(b, option.name) for b in backends]) for option in fields(AttentionOptions)),
         *((feature, [_feature(backend, feature) for backend in backends]) for feature in FEATURES),
     ]
@@ -122,8 +122,13 @@ def _feature(backend: Backend, feature: str) -> str:
     """Return whether a backend serves a feature, and with which option values if not with all."""
     if feature not in backend.features:
         return "no"
+    return "; ".join(_limits(backend, feature)) or "yes"
+
+
+def _limits(backend: Backend, feature: str) -> list[str]:
+    """Return the option values that a backend serves a feature with, where it does not with all."""
     options = backend.feature_options.get(feature, {}).items()
-    return "; ".join(f"`{name}` {', '.join(map(str, values))}" for name, values in options) or "yes"
+    return [f"`{name}` {', '.join(map(str, values))}" for name, values in options]
 
 
 def _devices(backend: Backend) -> str:
@@ -268,6 +273,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "npu_default": npu_default,
+    "npu_decoding": lambda: npu.decoding_table(stored("npu_model")).captioned(),
+    "npu_prefill": lambda: npu.prefill_table(stored("npu_model")).captioned(),
     "npu_calibration": lambda: npu.series_table(stored("npu_model")).captioned(),
     "npu_shares": lambda: npu.share_table(stored("npu_model")).captioned(),
     "npu_sensitivity": lambda: npu.sensitivity_table(stored("npu_model")).captioned(),

@@ -32,6 +32,7 @@ from pasa.eval.models.whole_model import run as whole_model
 from pasa.eval.models.whole_model_speed import run as whole_model_speed
 from pasa.eval.models.zoo import run as zoo
 from pasa.eval.npu import run as npu
+from pasa.eval.npu import run_310p as npu_310p
 from pasa.eval.random_calls import run as random_calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
@@ -56,7 +57,7 @@ add_command(app, replace(check_device.EXPERIMENT, variants=(check_npu.EXPERIMENT
 for _group, _modules in (
     (app, (rescue,)),
     (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
-    (bench, (step, whole_model_speed, npu, overhead, choice_run)),
+    (bench, (step, whole_model_speed, npu, npu_310p, overhead, choice_run)),
     (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, rl, zoo)),
 ):
     for _module in _modules:

@@ -59,11 +59,14 @@ class Backend:
     features : collection of str
         Which of `pasa.ops.attention.call.FEATURES` it serves.
     feature_options : dict
-        Maps a feature to the option values that it is served with, where these are fewer than `accepts` has.
+        Maps a feature, or "masks", to the option values that it is served with, where these are fewer than `accepts`
+        has.
     missing : callable
         Returns the reason why the backend cannot run on this machine, or None; called on demand, never at import.
     slower : callable
         Returns which fast paths of the backend are off on this machine, and why, or None; called on demand.
+    limits : callable
+        Returns why the device of this machine, one of several kinds, cannot serve a request; called on demand.
     functions : dict
         Maps device types to the names of functions that it offers in addition to attention; see `provider`.
     label : str
@@ -89,6 +92,7 @@ class Backend:
     feature_options: Mapping[str, Mapping[str, tuple[object, ...]]] = field(default_factory=dict)
     functions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     slower: Callable[[], str | None] = lambda: None
+    limits: Callable[[Request], list[str]] = lambda request: []
     repeatable: bool = False
     priority: int = field(default=0)
 
@@ -136,13 +140,18 @@ class Backend:
             reasons.append(f"head dim {request.head_dim} is outside {self.head_dims[0]} to {self.head_dims[1]}")
         for feature in request.features:
             reasons += self.feature_refusals(feature, options)
+        if request.mask != "none":
+            reasons += self._refused_options("masks", options)
         absent = self.missing()
-        return reasons if absent is None else [absent, *reasons]
+        return reasons + self.limits(request) if absent is None else [absent, *reasons]
 
     def feature_refusals(self, feature: str, options: AttentionOptions) -> list[str]:
         """Return every reason why this backend cannot serve one feature of a call with these options."""
         if feature not in self.features:
             return [f"{feature} are not supported"]
+        return self._refused_options(feature, options)
+
+    def _refused_options(self, feature: str, options: AttentionOptions) -> list[str]:
         return [
             f"{feature} are served with {name} {' or '.join(map(str, accepted))}, not {getattr(options, name)}"
             for name, accepted in self.feature_options.get(feature, {}).items()
@@ -196,9 +205,10 @@ ASCEND_C: Backend = Backend(
     name="npu",
     module="pasa.ops.attention.ascend.backend",
     missing=lambda: npu_missing() or ASCEND_C.load().library_error(),
-    label="Ascend C kernels for Atlas A2; run on a CPU twin of the device, not on an NPU",
+    limits=lambda request: ASCEND_C.load().limits(request),
+    label="Ascend C kernels for Atlas A2 or the Ascend 310P; run on a CPU twin of either, not on an NPU",
     devices=("npu",),
-    masks=("none",),
+    masks=("none", "bool"),
     accepts={
         "precision": ("pasa",),
         "recovery": ("exact", "paper"),
@@ -210,8 +220,8 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "sinks"),
-    feature_options={"sinks": {"recovery": ("exact",)}},
+    features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
+    feature_options={name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits")},
     priority=3,
 )
 SDPA = Backend(

@@ -3,7 +3,7 @@
 # `pasa build-ascend` calls it for the Python that runs pasa. PYTHON names the interpreter that has pasa, torch and
 # torch_npu; PASA_ASCEND_LIBRARY another place for the library; BUILD another folder to build in. Arguments go to cmake,
 # such as -DCMAKE_BUILD_TYPE=Debug. Not yet run on an NPU box.
-# SOC_VERSION, where it is set, must name a chip that the kernels are written for.
+# SOC_VERSION names the chip to build for, such as Ascend910B3 or Ascend310P3; without it that of this machine counts.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="${PYTHON:-python3}"
@@ -15,9 +15,18 @@ stop() {
   exit 1
 }
 
-soc="${SOC_VERSION:-ascend910b}"
-[[ "${soc,,}" == ascend910b* ]] ||
-  stop "no kernel was written for SOC_VERSION=$soc, only for Ascend910B1 to B4; 'pasa doctor' says what serves it"
+# Prints the compiler's name of a chip's architecture.
+architecture() {
+  case "${1,,}" in
+    ascend910b*) echo dav-2201 ;;
+    ascend310p*) echo dav-2002 ;;
+    *) return 1 ;;
+  esac
+}
+
+soc="${SOC_VERSION:-}"
+[[ -z "$soc" ]] || architecture "$soc" >/dev/null ||
+  stop "no kernel was written for SOC_VERSION=$soc, only for Ascend910B1 to B4 and Ascend310P; 'pasa doctor' says what serves it"
 [[ -n "${ASCEND_HOME_PATH:-}" ]] ||
   stop "ASCEND_HOME_PATH is not set; source CANN's set_env.sh first, such as: source /usr/local/Ascend/cann/set_env.sh"
 [[ -d "$ASCEND_HOME_PATH" ]] || stop "ASCEND_HOME_PATH=$ASCEND_HOME_PATH is not a folder"
@@ -38,10 +47,13 @@ cann="$(ask 'from pasa.ops.attention.ascend import build_record; print(build_rec
 if [[ -n "$cann" && "$(printf '%s\n' "$LEAST_CANN" "$cann" | sort -V | head -n 1)" != "$LEAST_CANN" ]]; then
   stop "CANN $cann has no ReduceRepeat and no SetSaturationFlag, which the kernels call; install CANN $LEAST_CANN or newer"
 fi
-record="$(ask 'from pasa.ops.attention.ascend import build_record; print(build_record.record())')"
+soc="${soc:-$(ask 'from pasa.ops import devices; print(devices.npu_chip())')}"
+arch="$(architecture "${soc:-Ascend910B}")" || stop "no kernel was written for this chip, '$soc'; 'pasa doctor' says what serves it"
+record="$(ask 'from pasa.ops.attention.ascend import build_record; print(build_record.record())') arch=$arch"
 library="$(ask 'from pasa.ops import envs; print(envs.ascend_library())')"
-cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" -DPASA_BUILD_RECORD="$record" "$@"
+cmake -S "$ROOT/ascend_c" -B "$BUILD" -DPython3_EXECUTABLE="$PYTHON" -DCMAKE_ASC_ARCHITECTURES="$arch" \
+  -DPASA_BUILD_RECORD="$record" "$@"
 cmake --build "$BUILD" --parallel
 install -D "$BUILD/libpasa_npu.so" "$library.new"
 mv "$library.new" "$library" # in one step: whoever loads it finds it whole
-echo "built $library for ${record:-unknown versions}; 'pasa doctor' shows whether it loads"
+echo "built $library for $record; 'pasa doctor' shows whether it loads"

@@ -4,18 +4,14 @@
 // Nothing here waits for the device or reads it, and all memory is torch's, so that calls can be captured in a graph.
 // K' and the workspace go back to torch's allocator when a call returns, because their next use comes later in the same
 // stream.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <acl/acl.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <limits>
-#include <string>
 #include <tuple>
+#include <vector>
 
-#include "../tiling/plan.h"
+#include "checks.h"
 #include "enqueue.h"
 #include "launch.h"
 
@@ -30,92 +26,56 @@ extern "C" __attribute__((used, visibility("default"))) const char pasa_build_re
 namespace pasa {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+// ---- masks
 
-// ---- checks
-
-void CheckTensor(const char* name, const Tensor& x, const Tensor& first, at::ScalarType dtype, at::IntArrayRef shape)
+// A bool mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
+// entry for all batch entries, or one for each, and likewise for heads.
+void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t keys, Settings& settings)
 {
-    TORCH_CHECK_TYPE(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", expected ", dtype);
-    TORCH_CHECK_VALUE(x.device() == first.device(), name, " is on ", x.device(), " but the first tensor is on ",
-                      first.device());
-    TORCH_CHECK_VALUE(x.sizes() == shape, name, " has shape ", x.sizes(), ", expected ", shape);
-    TORCH_CHECK_VALUE(x.is_contiguous(), name, " is not contiguous");
-}
-
-// The number of elements along an axis, as the kernels count: with 32 bits.
-uint32_t Count(const char* name, const Tensor& x, int64_t axis)
-{
-    TORCH_CHECK_VALUE(x.dim() == 4, name, " has ", x.dim(), " dimensions ", x.sizes(), ", expected 4");
-    const int64_t size = x.size(axis);
-    TORCH_CHECK_VALUE(size <= std::numeric_limits<int32_t>::max(), name, " has ", size, " elements along axis ", axis);
-    return static_cast<uint32_t>(size);
-}
-
-int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
-
-// ---- the chip
-
-// Memory sizes follow from the chip's name. Core numbers come from the runtime, which may be configured to use fewer.
-std::string SocName()
-{
-    const char* name = aclrtGetSocName();
-    return name == nullptr ? "" : name;
-}
-
-const Chip* FindChip()
-{
-    const auto known = [name = SocName()](const Chip& c) { return name.rfind(c.name, 0) == 0; };
-    const Chip* found = std::find_if(std::begin(kChips), std::end(kChips), known);
-    return found == std::end(kChips) ? nullptr : found;
-}
-
-// Why the kernels cannot run on this machine's chip; empty where they can.
-std::string ChipError()
-{
-    if (FindChip() != nullptr) return "";
-    return "no kernel was written for this chip, '" + SocName() + "': only for Ascend910B1 to B4";
-}
-
-Chip ChipOf(const Tensor& x)
-{
-    TORCH_CHECK_NOT_IMPLEMENTED(FindChip() != nullptr, ChipError());
-    Chip chip = *FindChip();
-    int64_t cube = 0, vector = 0;
-    const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
-    TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_CUBE_CORE_NUM, &cube) == ACL_SUCCESS &&
-                    aclrtGetDeviceInfo(device, ACL_DEV_ATTR_VECTOR_CORE_NUM, &vector) == ACL_SUCCESS,
-                "aclrtGetDeviceInfo does not tell how many cores device ", device, " has");
-    chip.cube_cores = static_cast<uint32_t>(std::min(cube, vector / 2));
-    chip.vector_cores = static_cast<uint32_t>(vector);
-    return chip;
+    const at::IntArrayRef rows = q.sizes().slice(0, 3);
+    std::vector<int64_t> shape = rows.vec();
+    shape.push_back(keys);
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "mask is ", mask.scalar_type(), ", expected Bool");
+    TORCH_CHECK_VALUE(mask.device() == q.device(), "mask is on ", mask.device(), " but the first tensor is on ",
+                      q.device());
+    TORCH_CHECK_VALUE(mask.sizes() == at::IntArrayRef(shape), "mask has shape ", mask.sizes(), ", expected ",
+                      at::IntArrayRef(shape), ": expand it");
+    TORCH_CHECK_VALUE(mask.stride(3) == 1 || keys == 1, "mask has a stride of ", mask.stride(3),
+                      " between keys, expected 1");
+    TORCH_CHECK_VALUE(mask.stride(2) == 0 || mask.stride(2) >= keys || mask.size(2) == 1, "mask has a stride of ",
+                      mask.stride(2), " between rows, expected 0 or at least ", keys);
+    settings.has_mask = true;
+    CheckTensor("visits", visits, q, at::kLong,
+                {visits.size(0) == 1 ? 1 : rows[0], visits.size(1) == 1 ? 1 : rows[1],
+                 DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys) + 1, kVisitWords});
+    const auto stride = [&mask](int64_t axis) { return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis)); };
+    settings.mask = {static_cast<uint32_t>(visits.size(0)), static_cast<uint32_t>(visits.size(1)), stride(0), stride(1),
+                     stride(2)};
 }
 
 // ---- launches
 
-void* Pointer(const Tensor& x) { return x.data_ptr(); }
-void* Pointer(const OptionalTensor& x) { return x ? x->data_ptr() : nullptr; }
-
-ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate)
+ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate,
+                        bool begins_anywhere = false)
 {
     const Shape shape{Count("k", k, 0), Count("k", k, 1), Count("k", k, 1), 1, Count("k", k, 2), Count("k", k, 3)};
     CheckTensor("k", k, k, at::kHalf, k.sizes());
     if (lengths) CheckTensor("lengths", *lengths, k, at::kInt, {k.size(0)});
-    return PlanShift(shape, scale, saturate, lengths.has_value());
+    return PlanShift(shape, scale, saturate, lengths.has_value(), begins_anywhere);
 }
 
 // ---- the operators
 
+// `begins_anywhere`: windows or a mask may hide the first blocks from rows that see others.
 std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths, double scale,
-                                              bool saturate)
+                                              bool saturate, bool begins_anywhere)
 {
     Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
-    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate);
+    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate, begins_anywhere);
     const c10::DeviceGuard guard(k.device());
     const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
     Tensor keys = at::empty(k.sizes(), k.options());
-    Tensor anchors = at::empty({batch, heads, 2 * blocks, dim}, k.options());
+    Tensor anchors = at::empty({batch, heads, tiling.anchor_rows * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
     const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,
                               Pointer(keys), Pointer(anchors), Pointer(units)};
@@ -139,14 +99,13 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
     return keys;
 }
 
-at::ScalarType OutputType(bool to_bf16) { return to_bf16 ? at::kBFloat16 : at::kHalf; }
-
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
-std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
+std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
-                                     const OptionalTensor& lengths, const OptionalTensor& sinks, bool is_causal,
-                                     double scale, double invariance, bool saturate, int64_t unbiased_columns,
-                                     bool to_bf16)
+                                     const OptionalTensor& lengths, const OptionalTensor& sinks,
+                                     const OptionalTensor& mask, const OptionalTensor& visits, bool is_causal,
+                                     int64_t left, int64_t right, double scale, double invariance, bool saturate,
+                                     int64_t unbiased_columns, bool to_bf16, bool largest_scores)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -158,6 +117,11 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     settings.saturates = saturate;
     settings.has_lengths = lengths.has_value();
     settings.has_sinks = sinks.has_value();
+    settings.has_largest = largest_scores;
+    settings.left = left;
+    settings.right = right;
+    TORCH_CHECK_VALUE(visits.has_value() == mask.has_value(), "mask and visits come together");
+    if (mask) ReadMask(*mask, *visits, q, static_cast<int64_t>(shape.keys), settings);
     settings.scale = scale;
     settings.invariance = invariance;
     TORCH_CHECK_VALUE(unbiased_columns >= 0, "unbiased_columns=", unbiased_columns, " is negative");
@@ -170,7 +134,7 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
     CheckTensor("keys", keys, q, at::kHalf, {batch, heads, exact ? rows : Blocks(rows) * kBlockKeys, dim});
     if (exact) {
-        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, 2 * Blocks(rows), dim});
+        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, tiling.anchor_rows * Blocks(rows), dim});
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
     }
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
@@ -178,22 +142,24 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const 
     const c10::DeviceGuard guard(q.device());
     Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+    Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
-    const AttentionPointers given{Pointer(q),     Pointer(keys),    Pointer(v),     Pointer(anchors), Pointer(units),
-                                  Pointer(lengths), Pointer(sinks), Pointer(out), Pointer(lse),     Pointer(workspace)};
+    const AttentionPointers given{Pointer(q),     Pointer(keys), Pointer(v),      Pointer(anchors), Pointer(units), Pointer(lengths),
+                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
-    return {out, lse};
+    return {out, lse, largest};
 }
 
 // ---- shapes alone, for tracing
 
-std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool)
+std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool,
+                                                    bool begins_anywhere)
 {
     const auto s = k.sym_sizes();
     const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
     return {at::empty_symint(s, k.options()),
-            at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
+            at::empty_symint({s[0], s[1], blocks * AnchorRows(begins_anywhere), s[3]}, k.options()),
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
 }
 
@@ -202,12 +168,15 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
     return at::empty_symint(k.sym_sizes(), k.options());
 }
 
-std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
-                                           double, double, bool, int64_t, bool to_bf16)
+std::tuple<Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                           const OptionalTensor&, const OptionalTensor&, bool, int64_t, int64_t, double,
+                                           double, bool, int64_t, bool to_bf16, bool largest_scores)
 {
+    const auto rows = q.sym_sizes().slice(0, 3);
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
-            at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
+            at::empty_symint(rows, q.options().dtype(at::kFloat)),
+            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
 }
 
 }  // namespace
@@ -215,12 +184,14 @@ std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const
 TORCH_LIBRARY_FRAGMENT(pasa, m)
 {
     m.def("npu_chip_error", &ChipError);
-    m.def("npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate) -> (Tensor, Tensor, Tensor)");
+    m.def(
+        "npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate, bool begins_anywhere) "
+        "-> (Tensor, Tensor, Tensor)");
     m.def("npu_shift_paper(Tensor k, Tensor matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "Tensor? sinks, bool is_causal, float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16) "
-        "-> (Tensor, Tensor)");
+        "Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, float invariance, "
+        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)

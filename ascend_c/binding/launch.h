@@ -14,6 +14,22 @@ struct AttentionPointers {
     void* units;
     void* lengths;
     void* sinks;
+    void* mask;
+    void* visits;
+    void* out;
+    void* lse;
+    void* largest;
+    void* workspace;
+};
+
+struct DecodePointers {
+    void* q;
+    void* k;
+    void* v;
+    void* table;
+    void* lengths;
+    void* starts;
+    void* sinks;
     void* out;
     void* lse;
     void* workspace;
@@ -32,6 +48,7 @@ struct ShiftPointers {
 // `stream` is an aclrtStream. The number of cores is that of cube cores, of ShiftExact that of vector cores.
 void LaunchAttention(bool exact, const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores,
                      void* stream);
+void LaunchDecode(const DecodePointers& given, const DecodeTiling& tiling, uint32_t cores, void* stream);
 void LaunchShiftExact(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 void LaunchShiftPaper(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 

@@ -1,69 +1,17 @@
 // Launches of all kernels on the CPU twin: arrays of the host are copied in and out.
 #pragma once
 
-#include <cstring>
-
 #include "../kernel/pasa_attention.h"
+#include "../kernel/pasa_decode.h"
 #include "../kernel/probes.h"
-#include "../kernel/shift_exact.h"
+#include "../kernel/shift_rows.h"
 #include "../kernel/shift_paper.h"
+#include "../tiling/decode_plan.h"
 #include "launch.h"
 #include "probes.h"
+#include "twin_memory.h"
 
 namespace pasa {
-
-// The arrays of one launch.
-class TwinMemory {
-public:
-    template <typename T>
-    GM_ADDR Input(const char* name, const void* host, size_t count)
-    {
-        if (host == nullptr) return nullptr;
-        const T* first = static_cast<const T*>(host);
-        return reinterpret_cast<GM_ADDR>(device_.input(name, std::vector<T>(first, first + count)));
-    }
-
-    template <typename T>
-    GM_ADDR Output(const char* name, void* host, size_t count)
-    {
-        if (host == nullptr) return nullptr;
-        T* made = device_.output<T>(name, count);
-        outputs_.push_back({host, made, count * sizeof(T)});
-        return reinterpret_cast<GM_ADDR>(made);
-    }
-
-    // An output whose numbers need not all be written.
-    template <typename T>
-    GM_ADDR Scratch(const char* name, void* host, size_t count)
-    {
-        T* made = device_.workspace<T>(name, count);
-        if (host != nullptr) outputs_.push_back({host, made, count * sizeof(T)});
-        return reinterpret_cast<GM_ADDR>(made);
-    }
-
-    // With the other overflow mode than the kernel asks for, which it has to leave as it was.
-    twin::Report Launch(const char* name, uint32_t cores, bool saturates, twin::Options options,
-                        const std::function<void()>& kernel)
-    {
-        options.overflow = saturates ? twin::Overflow::inf_nan : twin::Overflow::saturate;
-        twin::Report report = device_.launch(name, static_cast<int>(cores), options, [&] {
-            kernel();
-            twin::core().require(AscendC::GetSaturationFlag<AscendC::SaturationMode::FLOAT>() != saturates,
-                                 twin::FaultKind::program, "the overflow mode is not as the kernel found it");
-        });
-        for (const Copy& c : outputs_) std::memcpy(c.host, c.made, c.bytes);
-        return report;
-    }
-
-private:
-    struct Copy {
-        void* host;
-        const void* made;
-        size_t bytes;
-    };
-    twin::Device device_;
-    std::vector<Copy> outputs_;
-};
 
 inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftTiling& t, uint32_t cores,
                                 twin::Options options = {})
@@ -75,13 +23,26 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
     given.matrix = memory.Input<half>("matrix", p.matrix, kBlockKeys * kBlockKeys);
     given.keys = memory.Output<half>("keys", p.keys, rows * t.dim);
-    given.anchors = memory.Output<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.anchors = memory.Output<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
     given.units = memory.Output<float>("units", p.units, blocks * kUnitCopies);
     options.shape = exact ? twin::Shape::aiv_only : twin::Shape::aic_only;
     return memory.Launch(exact ? "shift_exact" : "shift_paper", cores, t.saturates != 0, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(exact ? KERNEL_TYPE_MIX_AIV_1_0 : KERNEL_TYPE_AIC_ONLY);
         exact ? ShiftExact(given, t) : ShiftPaper(given, t);
     });
+}
+
+// From the first byte of a mask to its last one.
+inline size_t MaskBytes(const AttentionTiling& t)
+{
+    const MaskTiling& m = t.mask;
+    return (t.batch - 1) * m.batch_stride + (t.heads - 1) * m.head_stride + (t.rows - 1) * m.row_stride + t.keys;
+}
+
+// Numbers of the table of visits (kernel/key_blocks.h).
+inline size_t VisitWords(const AttentionTiling& t)
+{
+    return size_t{t.mask.batches} * t.mask.heads * DivideUp(t.rows, kTileRows) * (t.blocks + 1) * kVisitWords;
 }
 
 // `scores`: where to, if the tiling keeps them.
@@ -97,18 +58,45 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
     given.keys = memory.Input<half>("keys", p.keys, shifted * t.dim);
     given.v = memory.Input<half>("v", p.v, keys * t.dim);
-    given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.anchors = memory.Input<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
     given.sinks = memory.Input<float>("sinks", p.sinks, t.heads);
+    given.mask = memory.Input<uint8_t>("mask", p.mask, MaskBytes(t));
+    given.visits = memory.Input<int64_t>("visits", p.visits, VisitWords(t));
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
+    given.largest = memory.Output<float>("largest", p.largest, queries);
     if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);
     given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, t.workspace_bytes);
     options.shape = twin::Shape::mix_1_2;
     return memory.Launch("pasa_attention", cores, t.saturates != 0, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
         exact ? PasaAttention<true>(given, t) : PasaAttention<false>(given, t);
+    });
+}
+
+inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t, uint32_t cores,
+                                 twin::Options options = {})
+{
+    TwinMemory memory;
+    const AttentionTiling& a = t.attention;
+    const size_t queries = size_t{a.rows} * a.heads;
+    DecodeArguments given{};
+    given.q = memory.Input<half>("q", p.q, queries * a.dim);
+    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
+    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
+    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
+    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{a.batch} + 1);
+    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    given.out = memory.Output<half>("out", p.out, queries * a.dim);
+    given.lse = memory.Output<float>("lse", p.lse, queries);
+    given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, a.workspace_bytes);
+    options.shape = twin::Shape::mix_1_2;
+    return memory.Launch("pasa_decode", cores, a.saturates != 0, options, [&] {
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
+        PasaDecode(given, t);
     });
 }
 

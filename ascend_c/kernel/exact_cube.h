@@ -15,12 +15,13 @@ constexpr uint32_t kHalfOutput = kHalfRows * kChunk * sizeof(float);   // 32 KiB
 constexpr uint32_t kHalfSums = kHalfRows * kFractal * sizeof(float);   // 4 KiB
 static_assert(2 * (kPart + kHalfOutput + kHalfSums) <= 128 * 1024, "they fit into L0C");
 
-// One query tile at a time. The scores of block j + 1 are formed before the weights of block j are waited for.
+// One query tile at a time, and the key blocks that it visits, one step each. The scores of step j + 1 are formed before
+// the weights of step j are waited for.
 class ExactCube {
 public:
     __aicore__ inline ExactCube(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
         : t_(tiling),
-          tasks_(tiling, arguments.lengths),
+          tasks_(tiling, arguments.lengths, arguments.visits),
           multiplier_(pipe)
     {
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.q));
@@ -89,9 +90,10 @@ private:
         query_tiles_.FreeTensor(queries_);
     }
 
+    // Keys of the block of step j.
     __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t j) const
     {
-        return Least(kBlockKeys, task.keys - j * kBlockKeys);
+        return Least(kBlockKeys, task.keys - tasks_.Block(task, j) * kBlockKeys);
     }
 
     // Rows of one half of the tile.
@@ -113,10 +115,10 @@ private:
         return query_tiles_.DeQue<half>();
     }
 
-    // Keys of block j, and behind them its values.
+    // Keys of the block of step j, and behind them its values.
     __aicore__ inline void LoadStep(const Task& task, uint32_t j)
     {
-        const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + j * kBlockKeys;
+        const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + tasks_.Block(task, j) * kBlockKeys;
         const uint32_t count = KeysOf(task, j);
         Tile step = step_tiles_.AllocTensor<half>();
         LoadTile(step, keys_[row * t_.dim], count, t_.dim, t_.dim);
@@ -127,11 +129,12 @@ private:
     // anchors Q^T in FP32, 64 anchor rows at a time; one row of the result for each, one column for each query.
     __aicore__ inline void MakeOffsets(const Task& task)
     {
-        const uint32_t total = 2 * task.steps;
+        const uint32_t total = t_.anchor_rows * task.span;
         for (uint32_t first = 0; first < total; first += kHalfRows) {
             const uint32_t rows = Least(kHalfRows, total - first);
             Tile anchors = step_tiles_.AllocTensor<half>();
-            const uint64_t row = static_cast<uint64_t>(task.kv_head) * 2 * t_.blocks + first;
+            const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + task.first;
+            const uint64_t row = block * t_.anchor_rows + first;
             LoadTile(anchors, anchors_[row * t_.dim], rows, t_.dim, t_.dim);
             step_tiles_.EnQue(anchors);
             anchors = step_tiles_.DeQue<half>();
@@ -156,7 +159,7 @@ private:
         return queue.template DeQue<float>();
     }
 
-    // S' of block j as FP16. Its reference stays until there is another one for a block with an even, or odd, number.
+    // S' of step j as FP16. Its reference stays until there is another one for a step with an even, or odd, number.
     __aicore__ inline void MakeScores(const Task& task, uint32_t j)
     {
         const uint32_t slot = j % 2;
@@ -205,7 +208,7 @@ private:
             Store(scores_[slot][first], c, rows_, count, kBlockKeys);
             if (!t_.keep_scores) return;
             const uint64_t tile = (static_cast<uint64_t>(task.head) * DivideUp(t_.rows, kTileRows) +
-                                   task.lane[0].first_row / kTileRows) * t_.blocks + j;
+                                   task.lane[0].first_row / kTileRows) * t_.blocks + tasks_.Block(task, j);
             Store(kept_[tile * kTileRows * kBlockKeys + first], c, task.lane[0].rows, count, kBlockKeys, rows_);
             return;
         }

@@ -13,6 +13,7 @@ constexpr float kCoarseUnit = 0x1p17f;  // nats in a unit at which FP16's subnor
 class ExactRows : protected OutputRows<true> {
 protected:
     using OutputRows::OutputRows;
+    static constexpr uint32_t kGuessRow = 2 * kHalfRows;  // of loaded offsets; behind it the unit
 
     // The tile again, in FP32 and in nats, to score_tile_; the largest of each row to kTop, in units of the tile.
     __aicore__ inline void LoadWide(const Task& task, uint32_t j, uint32_t rows, float factor)
@@ -23,7 +24,7 @@ protected:
         AscendC::DataCopy(wide, wide_[slot], rows * kBlockKeys);
         wide_in_.EnQue(wide);
         wide = wide_in_.DeQue<float>();
-        Hide(task, 0, j, rows, wide);
+        Hide(task, 0, tasks_.Block(task, j), rows, wide);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(wide);
         AscendC::Muls(score_tile_, wide, factor, rows * kBlockKeys);
@@ -68,19 +69,20 @@ protected:
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kVerdictReady + slot);
     }
 
-    // Load the offsets of the frame and of the anchor of block j, and its unit.
+    // Load the offsets of the frame and of the anchor of the block of step j, its guess if it has one, and its unit.
     __aicore__ inline void LoadOffsets(const Task& task, uint32_t j, uint32_t rows)
     {
         const uint32_t padded = RoundUp(rows, kFloatBlock);
         FloatTile in = offset_in_.AllocTensor<float>();
         AscendC::DataCopyParams p;
-        p.blockCount = 2;
+        p.blockCount = t_.anchor_rows;
         p.blockLen = padded / kFloatBlock;
         p.srcGap = (kTileRows - padded) / kFloatBlock;
         p.dstGap = (kHalfRows - padded) / kFloatBlock;
-        AscendC::DataCopy(in, offsets_[0][2 * j * kTileRows], p);
-        const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + j;
-        AscendC::DataCopy(in[2 * kHalfRows], units_[block * kUnitCopies], kUnitCopies);
+        const uint32_t block = tasks_.Block(task, j);
+        AscendC::DataCopy(in, offsets_[0][t_.anchor_rows * (block - task.first) * kTileRows], p);
+        const uint64_t unit = (static_cast<uint64_t>(task.kv_head) * t_.blocks + block) * kUnitCopies;
+        AscendC::DataCopy(in[kGuessRow + kHalfRows], units_[unit], kUnitCopies);
         offset_in_.EnQue(in);
     }
 
@@ -91,24 +93,28 @@ protected:
         const AscendC::TEventID loaded = GetTPipePtr()->FetchEventID(AscendC::HardEvent::MTE2_S);
         AscendC::SetFlag<AscendC::HardEvent::MTE2_S>(loaded);
         AscendC::WaitFlag<AscendC::HardEvent::MTE2_S>(loaded);
-        unit = in[2 * kHalfRows].GetValue(0);
+        unit = in[kGuessRow + kHalfRows].GetValue(0);
         return in;
     }
 
-    // The first two tiles refer to the mean score of the first block, whose frame is its anchor: its offset is 0.
+    // The first tile refers to the mean score of its block, and the second one to the same mean in the rows that see a key
+    // of the first; rows that begin there refer to the mean score of the second block. The frame of block 1 is its
+    // anchor: its offset is 0.
     __aicore__ inline void MakeGuesses(const Task& task, uint32_t rows)
     {
         RowMath all(0, rows);
+        const RowBits everyone = RowsBetween(0, rows);
+        const bool has_offset = tasks_.Block(task, 0) > 0;
         float unit;
         LoadOffsets(task, 0, rows);
         FloatTile in = TakeOffsets(unit);
         factor_[0] = t_.scale / unit;
         all.Scale(Number(0, kFrame), in, t_.scale);
         all.Scale(Framed(0), in, t_.scale);
-        all.Scale(Number(kRho), in[kHalfRows], unit);
-        all.Set(Number(kNext), 0.0f);
+        all.Scale(Number(kRho), in[t_.anchor_rows == 3 ? kGuessRow : kHalfRows], unit);
+        all.Scale(Number(kNext), in[kHalfRows], has_offset ? unit : 0.0f);
         offset_in_.FreeTensor(in);
-        BeginReference(0, rows, Number(0, kMaximum), factor_[0], true, true);
+        BeginReference(0, rows, Number(0, kMaximum), factor_[0], everyone, everyone, true);
         SendReference(0, rows);
         FinishReference();
         if (task.steps == 1) return;
@@ -117,22 +123,34 @@ protected:
         factor_[1] = t_.scale / unit;
         all.Scale(Framed(1), in, t_.scale);
         all.Scale(Number(kNext), in[kHalfRows], unit);
+        if (t_.anchor_rows == 3) all.Scale(Number(kGuess), in[kGuessRow], unit);
         offset_in_.FreeTensor(in);
         AscendC::PipeBarrier<PIPE_V>();
         all.Subtract(Number(kCarried), Number(0, kFrame), Framed(1));
-        BeginReference(1, rows, Number(0, kOffset), factor_[1], true, false);
+        const RowBits begin = SeeFirst(task, 1, rows, SeenRows(task, 0, rows));
+        BeginReference(1, rows, Number(0, kOffset), factor_[1], begin, everyone, false);
         SendReference(1, rows);
         FinishReference();
     }
 
-    // Begin the reference of a block: `from`, which kCarried takes into its frame, or the guess in kRho (`is_made`).
-    __aicore__ inline void BeginReference(uint32_t slot, uint32_t rows, const Row& from, float factor, bool is_guess,
-                                          bool is_made)
+    // The rows of this core that see a key of the block of a step; and those that do and are not among `before`.
+    __aicore__ inline RowBits SeenRows(const Task& task, uint32_t step, uint32_t rows) const
+    {
+        return tasks_.Seeing(task, skipped_ / kHalfRows, step, rows);
+    }
+    __aicore__ inline RowBits SeeFirst(const Task& task, uint32_t step, uint32_t rows, RowBits before) const
+    {
+        return SeenRows(task, step, rows) & ~before;
+    }
+
+    // Begin the reference of a block: `from`, which kCarried takes into its frame, or a guess (next_reference.h).
+    __aicore__ inline void BeginReference(uint32_t slot, uint32_t rows, const Row& from, float factor, RowBits begin,
+                                          RowBits guessed, bool is_made)
     {
         next_.Begin({from, Number(kCarried), Number(kNext), Number(kFactor), Number(slot, kOffset),
-                     Number(slot, kRaised), Number(kRho), Number(kHigh), Number(kRest), half_row_buffer_.Get<half>(),
-                     spread_.ReinterpretCast<half>(), reference_out_.AllocTensor<half>()},
-                    rows, factor, is_guess, is_made);
+                     Number(slot, kRaised), Number(kRho), Number(kHigh), Number(kRest), Number(kGuess),
+                     half_row_buffer_.Get<half>(), spread_.ReinterpretCast<half>(), reference_out_.AllocTensor<half>()},
+                    rows, factor, begin, guessed, is_made);
     }
 
     // The steps that are left until the cube core can have the reference.

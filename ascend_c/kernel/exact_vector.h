@@ -44,15 +44,21 @@ private:
         const uint32_t rows = OwnRows(lane.Twinned());
         settled_ = false;
         for (bool& plain : plain_) plain = false;
+        seen_ = before_ = 0;
         if (rows > 0) {
             RowMath all(0, rows);
             all.Set(Number(0, kMaximum), kNothing);
             all.Set(Number(0, kSum), 0.0f);
             all.Set(Number(0, kFrame), 0.0f);
+            if (t_.has_largest) all.Set(Number(kBest), kNothing);
             AscendC::Duplicate(Output(0), 0.0f, rows * t_.dim);
             AscendC::PipeBarrier<PIPE_V>();
         }
         if (task.steps == 0) return;
+        if (t_.has_mask && rows > 0) {
+            LoadMask(task, tasks_.Block(task, 0), rows);
+            TakeMask(task, tasks_.Block(task, 0), rows);
+        }
         AscendC::CrossCoreWaitFlag<kGroup>(kProductReady);
         if (rows > 0) MakeGuesses(task, rows);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + 1);
@@ -67,7 +73,7 @@ private:
             AscendC::PipeBarrier<PIPE_V>();
             if (rows > 0) AddProducts(slot, rows);
         }
-        Finish(task, 0, kLift);
+        Finish(task, 0, kLift, seen_);
     }
 
     __aicore__ inline void TakeScores(const Task& task, uint32_t j)
@@ -84,6 +90,7 @@ private:
         const bool refers = j + 2 < task.steps;
         float next_factor = 0.0f;
         AscendC::PipeBarrier<PIPE_V>();
+        FindRows(task, j, rows);
         const Extremes extremes = LoadScores(task, j, rows, refers, next_factor);
         const float factor = factor_[slot];
         const bool wide = NeedsWide(rows, extremes.reached, factor);
@@ -93,19 +100,23 @@ private:
         TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
                               (brings ? kBringsReference : 0));
         if (wide) LoadWide(task, j, rows, factor);
+        if (t_.has_largest) FindLargest(slot);
         if (moves) MoveReference(slot, rows, wide);
         if (!next_.IsDone()) {
             if (moves) {
                 next_.Restart();
             }
         } else if (brings) {
-            BeginReference(slot, rows, Number(0, kMaximum), next_factor, false, false);
+            BeginReference(slot, rows, Number(0, kMaximum), next_factor, begin_, begin_ | late_, false);
         }
         MakeWeights(slot, rows, wide || t_.scale > kLargestLifted, !moves && extremes.gap <= kAligned);
         if (brings) MakeReference(slot, rows, next_factor);
         settled_ = !moves;
+        before_ = seen_;
+        seen_ |= now_;
         if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
+        if (t_.has_mask && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
         if (j == 0) return;
         if (!t_.resident) AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + 1 - slot);
         if (!moves && t_.resident) return;
@@ -115,14 +126,31 @@ private:
         }
     }
 
+    // Which rows see what. Those that see their first key in the next step refer to that tile's guess in the tile after
+    // it: until then they hold it in the place of a maximum and a frame. When they begin, they have no maximum.
+    __aicore__ inline void FindRows(const Task& task, uint32_t j, uint32_t rows)
+    {
+        now_ = SeenRows(task, j, rows);
+        late_ = j + 2 < task.steps ? SeeFirst(task, j + 1, rows, seen_ | now_) : 0;
+        begin_ = j + 2 < task.steps ? SeeFirst(task, j + 2, rows, seen_ | now_ | late_) : 0;
+        if (t_.anchor_rows < 3) return;
+        RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);
+        if (late_ == 0) return;
+        const uint32_t other = 1 - j % 2;
+        FinishReference();  // of the next step
+        AscendC::PipeBarrier<PIPE_V>();
+        RowMath(late_).Scale(Number(0, kMaximum), Number(other, kOffset), 1.0f);
+        RowMath(late_).Scale(Number(0, kFrame), Framed(other), 1.0f);
+    }
+
     // The score tile in nats to score_tile_, with masked scores replaced; the largest of each row to kTop in units of
     // the tile, and to kLarger in nats; what the weights are relative to, seen from the tile, to kGap. And if there is a
     // block j + 2, its frame to kSecond, the change of frame to kCarried, and what its anchor subtracts to kNext.
     __aicore__ inline Extremes LoadScores(const Task& task, uint32_t j, uint32_t rows, bool refers, float& next_factor)
     {
-        const uint32_t slot = j % 2, count = KeysOf(task, j);
-        const uint32_t without_keys = RowsWithoutKeys(task, task.lane[0], j, rows);
-        RowMath all(0, rows), seeing(without_keys, rows);
+        const uint32_t slot = j % 2, block = tasks_.Block(task, j), count = KeysOf(task, block);
+        const RowBits guessed = now_ & ~before_;
+        RowMath all(0, rows), seeing(now_);
         if (refers) LoadOffsets(task, j + 2, rows);
         HalfTile narrow = narrow_in_.AllocTensor<half>();
         AscendC::DataCopy(narrow, scores_[slot], rows * kBlockKeys);
@@ -134,8 +162,10 @@ private:
         }
         AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
         narrow_in_.FreeTensor(narrow);
+        if (t_.has_mask && j + 1 < task.steps) LoadMask(task, tasks_.Block(task, j + 1), rows);
         seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));
         all.Set(Number(kReached), 0.0f);
+        all.Set(Number(kGap), 0.0f);
         next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         if (refers) {
@@ -145,19 +175,22 @@ private:
             all.Set(Number(kNext), 0.0f);
         }
         next_.Advance();
-        Hide(task, 0, j, rows, score_tile_);
+        Hide(task, 0, block, rows, score_tile_);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
         top.Blocks(score_tile_);
         seeing.Add(Number(0, kMaximum), Number(0, kMaximum), Number(kFirst));
+        if (t_.has_largest) {
+            seeing.Add(Number(kBest), Number(kBest), Number(kFirst));
+        }
         seeing.Scale(Number(0, kFrame), Framed(slot), 1.0f);
         AscendC::PipeBarrier<PIPE_V>();
         top.Halves();
         AscendC::Muls(score_tile_, score_tile_, factor_[slot], rows * kBlockKeys);
-        all.Subtract(Number(kGap), Number(0, kMaximum), Number(slot, kOffset));
+        seeing.Subtract(Number(kGap), Number(0, kMaximum), Number(slot, kOffset));
         if (refers) {
             all.Subtract(Number(kCarried), Number(0, kFrame), Number(kSecond));
             if (!MayKeep(slot, next_factor)) {
-                BeginReference(slot, rows, Number(0, kMaximum), next_factor, false, false);
+                BeginReference(slot, rows, Number(0, kMaximum), next_factor, begin_, begin_ | late_, false);
             }
         }
         AscendC::PipeBarrier<PIPE_V>();
@@ -167,16 +200,15 @@ private:
         all.Absolute(Number(kAhead), Number(kCarried));
         next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
-        if (j < 2) {
-            seeing.Absolute(Number(kReached), Number(kTop));
-        } else {
-            seeing.Larger(Number(kReached), Number(kTop), Number(slot, kRaised));
-        }
+        seeing.Larger(Number(kReached), Number(kTop), Number(slot, kRaised));
         all.Scale(Number(kLarger), Number(kTop), factor_[slot]);
         all.Larger(Number(kFirst), Number(kFirst), Number(kAhead));
         next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         all.Subtract(Number(kAhead), Number(kLarger), Number(kGap));
+        if (guessed != 0) {
+            RowMath(guessed).Absolute(Number(kReached), Number(kTop));
+        }
         next_.Advance();
         AscendC::PipeBarrier<PIPE_V>();
         return ReadExtremes(rows);
@@ -190,6 +222,7 @@ private:
         next_factor = t_.scale / unit;
         all.Scale(Number(kSecond), in, t_.scale);
         all.Scale(Number(kNext), in[kHalfRows], unit);
+        if (t_.anchor_rows == 3) all.Scale(Number(kGuess), in[kGuessRow], unit);
         offset_in_.FreeTensor(in);
     }
 
@@ -207,6 +240,18 @@ private:
         AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
         for (uint32_t i = 0; i < 4; ++i) found[i] = work_.GetValue(i * kFloatBlock);
         return {found[0], found[1], found[2], found[3]};
+    }
+
+    // The largest score of each row so far, in its frame.
+    __aicore__ inline void FindLargest(uint32_t slot)
+    {
+        RowMath seeing(now_);
+        const Row here = Number(kDistance);
+        seeing.Scale(here, Number(kTop), factor_[slot]);
+        AscendC::PipeBarrier<PIPE_V>();
+        seeing.Add(here, here, Number(slot, kOffset));
+        AscendC::PipeBarrier<PIPE_V>();
+        seeing.Larger(Number(kBest), Number(kBest), here);
     }
 
     // What the weights are relative to becomes the running maximum. kGap becomes the same seen from the tile, and kKeep
@@ -278,6 +323,7 @@ private:
     {
         bool has = MayKeep(slot, next_factor), plain = true;
         if (apart != 0.0f) plain = false;
+        if ((begin_ | late_) != 0) plain = false;
         if (!plain || moves) has = false;
         plain_[slot] = plain;
         return has;
@@ -324,6 +370,9 @@ private:
         RowMath(0, rows).Multiply(Number(0, kSum), Number(0, kSum), Number(kKeep));
     }
 
+    // Rows of this core: those that see a key of this step's block; those that saw one of an earlier step's, and of one
+    // before the last step's; those that see their first key in the next step, and in the one after it.
+    RowBits now_ = 0, seen_ = 0, before_ = 0, late_ = 0, begin_ = 0;
     bool settled_ = false;            // the references of the weights did not move in the last block
     bool plain_[2] = {false, false};  // the reference in the workspace is that of the weights, without an offset
 };

@@ -48,7 +48,8 @@ public:
 
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
     // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third of
-    // it.
+    // it. `Chip` rounds to the nearest integers, half to even; they are below 2^22, by far.
+    template <typename Chip>
     __aicore__ inline void TakeAnchorOff(const HalfTile& to, uint32_t dim, const HalfTile& keys, uint32_t width,
                                          uint32_t count)
     {
@@ -59,7 +60,7 @@ public:
         const Row anchor = Columns(kAnchor), bad = Columns(kScratch);
         math.Divide(anchor, Mean(), Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
-        math.Round(anchor, anchor);
+        Chip::ToIntegers(anchor, width);
         AscendC::PipeBarrier<PIPE_V>();
         math.Multiply(anchor, anchor, Columns(kGrid));
         AscendC::PipeBarrier<PIPE_V>();
@@ -190,7 +191,7 @@ private:
 
     __aicore__ inline void Take(const HalfTile& to, const Row& from, uint32_t width, uint32_t count)
     {
-        AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, width, count,
+        AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, width / kFractal, 8));
     }
 
@@ -239,7 +240,7 @@ private:
     {
         AscendC::Sub(left_, wide_, Anchor(), width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(to, left_, AscendC::RoundMode::CAST_RINT, width, count,
+        AscendC::Cast(to, left_, AscendC::RoundMode::CAST_NONE, width, count,
                       AscendC::UnaryRepeatParams(1, 1, dim / kFractal, 8));
         AscendC::PipeBarrier<PIPE_V>();
     }

@@ -13,12 +13,11 @@ constexpr uint32_t kAccumulator = kTileRows * kChunk * sizeof(float);  // 64 KiB
 constexpr uint32_t kOrderedFractals = 10;
 
 // Rows of a row-major matrix in GM into a tile. `twice`: one row is loaded twice.
-__aicore__ inline void LoadTile(const AscendC::LocalTensor<half>& tile, const AscendC::GlobalTensor<half>& from,
-                                uint32_t rows, uint32_t columns, uint32_t stride)
+__aicore__ inline void LoadRows(const AscendC::LocalTensor<half>& tile, const AscendC::GlobalTensor<half>& from,
+                                uint32_t rows, uint32_t columns, uint32_t stride, bool twice)
 {
-    const bool twice = rows == 1;  // as two matrices at the same place: a stride of 0
     AscendC::Nd2NzParams p;
-    p.ndNum = twice ? 2 : 1;
+    p.ndNum = twice ? 2 : 1;  // as two matrices at the same place: a stride of 0
     p.nValue = rows;
     p.dValue = columns;
     p.srcNdMatrixStride = 0;
@@ -27,6 +26,13 @@ __aicore__ inline void LoadTile(const AscendC::LocalTensor<half>& tile, const As
     p.dstNzNStride = 1;
     p.dstNzMatrixStride = kFractal;
     AscendC::DataCopy(tile, from, p);
+}
+
+// All rows of a tile: a single one twice.
+__aicore__ inline void LoadTile(const AscendC::LocalTensor<half>& tile, const AscendC::GlobalTensor<half>& from,
+                                uint32_t rows, uint32_t columns, uint32_t stride)
+{
+    LoadRows(tile, from, rows, columns, stride, rows == 1);
 }
 
 // What a product is of: C (m, n) = or += A (m, k) B, k at most 128.
@@ -89,8 +95,8 @@ public:
     {
         Operand right = right_.AllocTensor<half>();
         AscendC::InitConstValueParams<half> p;
-        p.repeatTimes = 1;
-        p.blockNum = Fractals(k) * Fractals(n);
+        p.repeatTimes = Fractals(k) * Fractals(n);  // of one block: a 310P reads no other number
+        p.blockNum = 1;
         p.dstGap = 0;
         p.initValue = number;
         AscendC::Fill(right, p);

@@ -1,6 +1,7 @@
 // The reference of a lane's next score tile, near which its scores should lie, as two FP16 numbers for each row.
 #pragma once
 
+#include "key_blocks.h"
 #include "rows.h"
 
 namespace pasa {
@@ -18,24 +19,28 @@ public:
     // Operands and buffers. Numbers of rows: `from`, the reference of the weights, and `carried`, what the block's frame
     // adds to it, both in nats; `apart`, the part of the scores that the block's anchor subtracts, in units of the tile;
     // `factor`, nats in such a unit; `offset`, the nats to be added to the scores; `raised`, by how many units the clamp
-    // raised the reference. FP16: `term` (64) and `spread` (64, 16) are scratch, `out` (64, 16) is for the cube core.
+    // raised the reference; `guess`, the mean score of the block, in units of the tile. FP16: `term` (64) and `spread`
+    // (64, 16) are scratch, `out` (64, 16) is for the cube core.
     struct Places {
-        Row from, carried, apart, factor, offset, raised, rho, high, rest;
+        Row from, carried, apart, factor, offset, raised, rho, high, rest, guess;
         HalfTile term, spread, out;
     };
 
-    // A guess may be far above all scores that a row sees. That of a first tile is already in `rho`: `is_made`.
-    __aicore__ inline void Begin(const Places& places, uint32_t rows, float factor, bool is_guess, bool is_made)
+    // The first tile of some rows, which `begin` here, takes its guess for a reference; that of the tile before it is
+    // passed on to their second tile, in `from`. Rows of both kinds are `guessed`: what they have may be far above all
+    // scores that they see. In a task's first tile all guesses are already in `rho`: `is_made`.
+    __aicore__ inline void Begin(const Places& places, uint32_t rows, float factor, RowBits begin, RowBits guessed,
+                                 bool is_made)
     {
         p_ = places;
         all_ = RowMath(0, rows);
         repeats_ = DivideUp(rows, kFloatBlock);
         factor_ = factor;
         lowest_ = -2 * kHalfLargest;
-        highest_ = 2 * kHalfLargest;
         if (kFarthest < 2 * kHalfLargest * factor) lowest_ = -kFarthest / factor;
-        if (is_guess) highest_ = -lowest_;
-        step_ = is_made ? 3 : 0;
+        begin_ = begin;
+        guessed_ = guessed;
+        step_ = is_made ? 4 : 0;
     }
     // `from` has changed.
     __aicore__ inline void Restart() { step_ = 0; }
@@ -47,6 +52,8 @@ public:
     __aicore__ inline void Advance()
     {
         const Row &rho = p_.rho, &high = p_.high, &rest = p_.rest;
+        if (step_ == 3 && begin_ == 0) ++step_;
+        if (step_ == 4 && guessed_ == 0) ++step_;
         switch (step_++) {
             case 0:
                 all_.Set(p_.factor, factor_);
@@ -54,25 +61,27 @@ public:
                 break;
             case 1: all_.Divide(rho, rho, p_.factor); break;
             case 2: all_.Subtract(rho, rho, p_.apart); break;
-            case 3:
-                all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);
-                all_.AtMost(rest, rho, highest_);
+            case 3: RowMath(begin_).Scale(rho, p_.guess, 1.0f); break;
+            case 4: RowMath(guessed_).AtMost(rho, rho, -lowest_); break;
+            case 5:
+                all_.AtMost(high, rho, kHalfLargest);
+                all_.AtMost(rest, rho, 2 * kHalfLargest);
                 break;
-            case 4:
+            case 6:
                 all_.AtLeast(high, high, lowest_ > -kHalfLargest ? lowest_ : -kHalfLargest);
                 all_.AtLeast(rest, rest, lowest_);
                 break;
-            case 5:
+            case 7:
                 all_.ToHalf(p_.term, high);
                 all_.Subtract(p_.raised, rest, rho);
                 break;
-            case 6:
+            case 8:
                 all_.ToFloat(high, p_.term);
                 AscendC::Brcb(p_.out, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
-            case 7: all_.Subtract(rest, rest, high); break;
-            case 8: all_.ToHalf(p_.term, rest); break;
-            case 9:
+            case 9: all_.Subtract(rest, rest, high); break;
+            case 10: all_.ToHalf(p_.term, rest); break;
+            case 11:
                 all_.ToFloat(rest, p_.term);
                 AscendC::Brcb(p_.spread, p_.term, repeats_, AscendC::BrcbRepeatParams(1, 8));
                 break;
@@ -83,20 +92,21 @@ public:
                               AscendC::UnaryRepeatParams(1, 1, 8, 8));
                 break;
             }
-            case 11: all_.Add(rho, high, p_.apart); break;
-            case 12: all_.Scale(p_.offset, rho, factor_); break;
+            case 13: all_.Add(rho, high, p_.apart); break;
+            case 14: all_.Scale(p_.offset, rho, factor_); break;
             default: step_ = kSteps;
         }
     }
 
 private:
-    static constexpr uint32_t kOutStep = 10, kSteps = 13;
+    static constexpr uint32_t kOutStep = 12, kSteps = 15;
 
     Places p_;
     RowMath all_;
     uint32_t repeats_ = 0;
     float factor_ = 1.0f;
-    float lowest_ = 0.0f, highest_ = 0.0f;  // of rho, in units of the tile
+    float lowest_ = 0.0f;  // of rho, in units of the tile
+    RowBits begin_ = 0, guessed_ = 0;
     uint32_t step_ = kSteps;
 };
 

@@ -26,7 +26,10 @@ public:
                 if (j < task.lane[1].steps) TakeScores(task, 1, j);
                 if (j < task.lane[0].steps) TakeProduct(task, 0);
             }
-            for (uint32_t i = 0; i < kLanes; ++i) Finish(task, i, kPaperLift);
+            for (uint32_t i = 0; i < kLanes; ++i) {
+                const uint32_t rows = OwnRows(task.lane[i].rows);
+                Finish(task, i, kPaperLift, RowsBetween(RowsWithoutKeys(task, task.lane[i], 0, rows), rows));
+            }
         }
     }
 

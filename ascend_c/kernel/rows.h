@@ -25,6 +25,8 @@ public:
         const uint64_t below = last >= kFloats ? ~uint64_t{0} : (uint64_t{1} << last) - 1;
         mask_[0] = first >= kFloats ? 0 : below >> first << first;
     }
+    // Rows of which a bit is set, the first row lowest.
+    __aicore__ inline explicit RowMath(uint64_t rows) { mask_[0] = rows; }
 
     __aicore__ inline void Set(const Row& to, float value)
     {
@@ -74,11 +76,6 @@ public:
     {
         AscendC::Mins(to, a, most, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
     }
-    // To the nearest integer, half to even.
-    __aicore__ inline void Round(const Row& to, const Row& a)
-    {
-        AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
-    }
     __aicore__ inline void Absolute(const Row& to, const Row& a)
     {
         AscendC::Abs(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
@@ -91,9 +88,10 @@ public:
     {
         AscendC::Ln(to, a, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
     }
+    // To nearest, half to even: CAST_NONE says so where digits are lost, and a 310P has no other name for it.
     __aicore__ inline void ToHalf(const AscendC::LocalTensor<half>& to, const Row& a)
     {
-        AscendC::Cast(to, a, AscendC::RoundMode::CAST_RINT, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 4, 8));
+        AscendC::Cast(to, a, AscendC::RoundMode::CAST_NONE, mask_, 1, AscendC::UnaryRepeatParams(1, 1, 4, 8));
     }
     __aicore__ inline void ToFloat(const Row& to, const AscendC::LocalTensor<half>& a)
     {
@@ -145,15 +143,25 @@ private:
     uint32_t rows_;
 };
 
-// The largest or the smallest of the first numbers of a row, read by the scalar unit; `work` holds one number.
+// The largest or the smallest of the first numbers of a row, read by the scalar unit; `work` takes it and its index.
 template <AscendC::ReduceType kType, typename T>
 __aicore__ inline float Extreme(const AscendC::LocalTensor<T>& row, uint32_t count, const AscendC::LocalTensor<T>& work)
 {
-    AscendC::ReduceRepeat<kType>(work, row, count, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+    AscendC::ReduceRepeat<kType>(work, row, count, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_VALUE_INDEX);
     const AscendC::TEventID done = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_S);
     AscendC::SetFlag<AscendC::HardEvent::V_S>(done);
     AscendC::WaitFlag<AscendC::HardEvent::V_S>(done);
     return static_cast<float>(work.GetValue(0));
+}
+
+// Columns before `last` of one row of an FP32 tile become `value`.
+__aicore__ inline void HideColumnsBefore(const AscendC::LocalTensor<float>& row, uint32_t last, float value)
+{
+    for (uint32_t part = 0; part * kFloats < last; ++part) {
+        const uint32_t count = last - part * kFloats;
+        uint64_t mask[2] = {count >= kFloats ? ~uint64_t{0} : (uint64_t{1} << count) - 1, 0};
+        AscendC::Duplicate(row[part * kFloats], value, mask, 1, 1, 8);
+    }
 }
 
 // Columns from `first` on become `value`, in so many rows of a tile.
@@ -172,6 +180,12 @@ __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t
 }
 
 constexpr float kHalfLargest = 65504.0f;
+// Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
+constexpr float kHidden = -0x1p100f;
+// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Fully
+// masked rows may find masked scores above it; their result is replaced at the end.
+constexpr float kNothing = -0x1p125f;
+constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 
 // A scalar as FP16. The scalar unit rounds to odd, so this is for numbers that FP16 holds.
 __aicore__ inline half ToHalf(float scalar)

@@ -1,12 +1,13 @@
-// K' for the exact recovery, on the vector cores: each column of a block less its anchor, without rounding.
+// K' for the exact recovery: each column of a block less its anchor, without rounding.
 #pragma once
 
 #include "arguments.h"
 #include "key_columns.h"
-#include "overflow_mode.h"
 
 namespace pasa {
 
+// `Chip` says how K' lies in memory, and how numbers are rounded to integers.
+template <typename Chip>
 class ShiftExactly {
 public:
     __aicore__ inline ShiftExactly(const ShiftArguments& arguments, const ShiftTiling& tiling, AscendC::TPipe& pipe)
@@ -24,14 +25,18 @@ public:
         pipe.InitBuffer(unit_out_, 1, kBlockBytes);
     }
 
-    __aicore__ inline void Run()
+    __aicore__ inline void MakeAnchors()
     {
         const uint32_t total = t_.heads * t_.blocks;
         for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
             const uint32_t count = Count(item / t_.blocks, item % t_.blocks);
             if (count > 0) Shift(item / t_.blocks, item % t_.blocks, count);
         }
-        AscendC::SyncAll();
+    }
+
+    // When all cores have made their anchors.
+    __aicore__ inline void MakeFrames()
+    {
         const uint32_t parts = DivideUp(t_.dim, kFloats);
         for (uint32_t item = AscendC::GetBlockIdx(); item < t_.heads * parts; item += AscendC::GetBlockNum()) {
             StoreFrames(item / parts, item % parts * kFloats);
@@ -59,15 +64,16 @@ private:
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
             AscendC::LocalTensor<half> in = LoadRows(k_[KeyRow(head, block) * t_.dim + first], width, count, 1);
-            columns_.TakeAnchorOff(out[first], t_.dim, in, width, count);
+            columns_.template TakeAnchorOff<Chip>(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
             StoreAnchor(head, block, first, width);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
+        Chip::FillUp(out, t_.dim, count);
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
-        AscendC::DataCopy(keys_[KeyRow(head, block) * t_.dim], out, count * t_.dim);
+        Chip::Store(keys_[Chip::Place(t_, head, block)], out, t_.dim, count);
         half_out_.FreeTensor(out);
         StoreUnit(head, block, unit);
     }
@@ -89,16 +95,20 @@ private:
 
     __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t row) const
     {
-        return (static_cast<uint64_t>(head) * 2 * t_.blocks + row) * t_.dim;
+        return (static_cast<uint64_t>(head) * t_.anchor_rows * t_.blocks + row) * t_.dim;
     }
 
-    // Of the first block also what the anchor leaves of the mean; other blocks leave that row to StoreFrames.
+    // Of the first block also what the anchor leaves of the mean, in the second row, which StoreFrames writes for others.
+    // Where blocks have a third row, all of them store it there.
     __aicore__ inline void StoreAnchor(uint32_t head, uint32_t block, uint32_t first, uint32_t width)
     {
         RowMath math(0, width);
-        StoreHalfRow(columns_.Anchor(), AnchorRow(head, 2 * block) + first, width, math);
-        if (block > 0) return;
-        StoreHalfRow(columns_.Residual(math), AnchorRow(head, 1) + first, width, math);
+        StoreHalfRow(columns_.Anchor(), AnchorRow(head, t_.anchor_rows * block) + first, width, math);
+        const bool has_third = t_.anchor_rows == 3;
+        if (block > 0 && !has_third) return;
+        const Row residual = columns_.Residual(math);
+        if (block == 0) StoreHalfRow(residual, AnchorRow(head, 1) + first, width, math);
+        if (has_third) StoreHalfRow(residual, AnchorRow(head, 3 * block + 2) + first, width, math);
     }
 
     __aicore__ inline void StoreHalfRow(const Row& row, uint64_t at, uint32_t width, RowMath& math)
@@ -133,13 +143,13 @@ private:
         const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(Keys(head), kBlockKeys);
         if (blocks < 2) return;
         RowMath math(0, width);
-        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, 2);
+        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, t_.anchor_rows);
         columns_.BeginFrames(in, math);
         half_in_.FreeTensor(in);
         for (uint32_t block = 1; block < blocks; block += kBlockKeys) {
             const uint32_t count = Least(kBlockKeys, blocks - block);
-            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, 2 * block) + first];
-            in = LoadRows(rows, width, count, 2);
+            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, t_.anchor_rows * block) + first];
+            in = LoadRows(rows, width, count, t_.anchor_rows);
             columns_.FindFrames(in, width, count);
             half_in_.FreeTensor(in);
             AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
@@ -151,7 +161,7 @@ private:
         }
     }
 
-    // Every other row of the anchors.
+    // One row of each block's anchors.
     __aicore__ inline void StoreRows(const AscendC::GlobalTensor<half>& to, AscendC::LocalTensor<half>& out,
                                      uint32_t width, uint32_t count)
     {
@@ -160,7 +170,7 @@ private:
         AscendC::DataCopyParams p;
         p.blockCount = count;
         p.blockLen = width / kFractal;
-        p.dstGap = (2 * t_.dim - width) / kFractal;
+        p.dstGap = (t_.anchor_rows * t_.dim - width) / kFractal;
         AscendC::DataCopy(to, out, p);
         half_out_.FreeTensor(out);
     }
@@ -173,13 +183,5 @@ private:
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> half_out_, row_out_, unit_out_;
     KeyColumns columns_;
 };
-
-// On vector cores alone, all at once: SyncAll waits for every one of them.
-__aicore__ inline void ShiftExact(const ShiftArguments& arguments, const ShiftTiling& tiling)
-{
-    const OverflowMode mode(tiling.saturates != 0);
-    AscendC::TPipe pipe;
-    ShiftExactly(arguments, tiling, pipe).Run();
-}
 
 }  // namespace pasa

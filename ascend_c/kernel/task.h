@@ -1,7 +1,7 @@
 // Which rows and keys a group works on: the cube side and the vector side walk through the same tasks.
 #pragma once
 
-#include "port.h"
+#include "key_blocks.h"
 
 namespace pasa {
 
@@ -23,15 +23,20 @@ struct Task {
     uint32_t kv_head = 0;  // over all batch entries
     uint32_t keys = 0;     // that exist in this batch entry
     uint32_t steps = 0;    // the larger of the lanes'
+    uint32_t first = 0;    // the first block that is visited
+    uint32_t span = 0;     // blocks from there to the last one; a mask may hide some of them
+    uint64_t visits = 0;   // where the table of visits begins, if there is a mask
     LaneTask lane[kLanes];
 };
 
 class Tasks {
 public:
-    __aicore__ inline Tasks(const AttentionTiling& tiling, GM_ADDR lengths) : tiling_(tiling)
+    __aicore__ inline Tasks(const AttentionTiling& tiling, GM_ADDR lengths, GM_ADDR visits = nullptr)
+        : tiling_(tiling),
+          visits_(tiling, visits)
     {
         if (tiling_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(lengths));
-        slots_ = DivideUp(tiling_.rows, kTileRows * tiling_.lanes);
+        slots_ = DivideUp(tiling_.rows, tiling_.tile_rows * tiling_.lanes);
         total_ = slots_ * tiling_.batch * tiling_.heads;
     }
 
@@ -50,25 +55,72 @@ public:
         task.steps = 0;
         for (uint32_t i = 0; i < kLanes; ++i) {
             LaneTask& lane = task.lane[i];
-            lane.first_row = (slot * tiling_.lanes + i) * kTileRows;
+            lane.first_row = (slot * tiling_.lanes + i) * tiling_.tile_rows;
             const bool used = i < tiling_.lanes && lane.first_row < tiling_.rows;
-            lane.rows = used ? Least(kTileRows, tiling_.rows - lane.first_row) : 0;
+            lane.rows = used ? Least(tiling_.tile_rows, tiling_.rows - lane.first_row) : 0;
             lane.steps = used ? DivideUp(Seen(task, lane.first_row + lane.rows - 1), kBlockKeys) : 0;
             task.steps = Largest(task.steps, lane.steps);
         }
+        FindBlocks(task);
         return true;
     }
 
-    // Keys that a row sees, which are the first ones. The mask is aligned to the last query and the last key.
+    // Return the block of a step.
+    __aicore__ inline uint32_t Block(const Task& task, uint32_t step) const
+    {
+        return tiling_.has_mask ? visits_.Block(task.visits, step) : task.first + step;
+    }
+
+    // Return the rows of a half of the tile, of those before `rows`, that see a key of the block of a step.
+    __aicore__ inline RowBits Seeing(const Task& task, uint32_t half, uint32_t step, uint32_t rows) const
+    {
+        const RowBits all = RowsBetween(0, rows);
+        if (tiling_.has_mask) return visits_.Rows(task.visits, step, half) & all;
+        const uint32_t block = Block(task, step);
+        const int64_t first_key = static_cast<int64_t>(block) * kBlockKeys - tiling_.keys + tiling_.rows;
+        const int64_t row = task.lane[0].first_row + half * kHalfRows;
+        const int64_t begin = tiling_.causal ? first_key - tiling_.right - row : 0;
+        const int64_t keys = Least(kBlockKeys, task.keys - block * kBlockKeys);
+        const int64_t end = tiling_.windowed ? first_key + keys + tiling_.left - row : kHalfRows;
+        return RowsBetween(begin, end) & all;
+    }
+
+    // Keys before the first one that a row sees, because of its window.
+    __aicore__ inline uint32_t Before(uint32_t row) const
+    {
+        const int64_t before = static_cast<int64_t>(row) + tiling_.keys - tiling_.rows - tiling_.left;
+        return !tiling_.windowed || before < 0 ? 0 : static_cast<uint32_t>(before);
+    }
+
+    // Keys up to the last one that a row sees. Masks are aligned to the last query and the last key.
     __aicore__ inline uint32_t Seen(const Task& task, uint32_t row) const
     {
         if (!tiling_.causal) return task.keys;
-        const int64_t seen = static_cast<int64_t>(row) + 1 + tiling_.keys - tiling_.rows;
-        return seen <= 0 ? 0 : Least(task.keys, static_cast<uint32_t>(seen));
+        const int64_t seen = static_cast<int64_t>(row) + 1 + tiling_.right + tiling_.keys - tiling_.rows;
+        return seen <= 0 ? 0 : seen < task.keys ? static_cast<uint32_t>(seen) : task.keys;
     }
 
 private:
+    // Which blocks the task visits, in the exact recovery.
+    __aicore__ inline void FindBlocks(Task& task) const
+    {
+        task.first = 0;
+        task.span = task.steps;
+        if (tiling_.has_mask) {
+            task.visits = visits_.Find(task.head, task.lane[0].first_row / kTileRows);
+            task.steps = visits_.Count(task.visits);
+            if (task.steps > 0) task.first = visits_.Block(task.visits, 0);
+            task.span = task.steps > 0 ? visits_.Block(task.visits, task.steps - 1) + 1 - task.first : 0;
+        } else if (tiling_.windowed) {
+            task.first = Least(Before(task.lane[0].first_row) / kBlockKeys, task.steps);
+            task.steps -= task.first;
+            task.span = task.steps;
+        }
+        task.lane[0].steps = tiling_.has_mask || tiling_.windowed ? task.steps : task.lane[0].steps;
+    }
+
     const AttentionTiling& tiling_;
+    Visits visits_;
     AscendC::GlobalTensor<int32_t> lengths_;
     uint32_t slots_ = 0;
     uint32_t total_ = 0;

@@ -150,6 +150,12 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
+    // To the nearest integers, half to even.
+    __aicore__ inline void Round(const Row& row)
+    {
+        AscendC::Cast(row, row, AscendC::RoundMode::CAST_RINT, rows_, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
+    }
+
     // Separate the sums, and write the result to low_: not below zero in flagged rows.
     __aicore__ inline void Judge()
     {
@@ -158,7 +164,7 @@ private:
         all.Scale(high_, high_, 0x1p-19f);  // as the cosines stand
         all.Scale(first, low_, 0x1p-17f);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Round(first, first);  // a quarter at most is behind it
+        Round(first);  // a quarter at most is behind it
         AscendC::PipeBarrier<PIPE_V>();
         all.Scale(taken, first, 0x1p17f);
         AscendC::PipeBarrier<PIPE_V>();
@@ -167,8 +173,8 @@ private:
         all.Scale(cosine, low_, 0x1p-9f);
         all.Scale(sine, high_, 0x1p-9f);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Round(cosine, cosine);
-        all.Round(sine, sine);
+        Round(cosine);
+        Round(sine);
         AscendC::PipeBarrier<PIPE_V>();
         all.Scale(taken, cosine, 0x1p9f);
         all.Scale(taken_too, sine, 0x1p9f);

@@ -8,9 +8,6 @@
 
 namespace pasa {
 
-// Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
-constexpr float kHidden = -0x1p100f;
-
 class VectorState {
 protected:
     using Row = AscendC::LocalTensor<float>;
@@ -22,9 +19,10 @@ protected:
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kPaperRows,
-        kRho = kPaperRows, kHigh, kRest, kDistance, kRows,  // exact only
+        kRho = kPaperRows, kHigh, kRest, kDistance, kGuess, kRows,  // exact only
         kGap = kHere, kAhead = kRowSum, kReached = kKeep,  // before weights are made
-        kCarried = kThird
+        kCarried = kThird,
+        kBest = kLaneRows + kFrame  // exact: the largest score so far, in the place of a second lane's frame
     };
 
     static __aicore__ inline uint64_t Group() { return AscendC::GetBlockIdx() / 2; }
@@ -56,19 +54,21 @@ protected:
     __aicore__ inline uint32_t RowsBefore(const LaneTask& lane, uint32_t keys, uint32_t rows) const
     {
         if (!t_.causal) return 0;
-        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - (lane.first_row + skipped_);
+        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - t_.right - (lane.first_row + skipped_);
         return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
     }
 
     __aicore__ inline VectorState(const Arguments& arguments, const AttentionTiling& tiling, bool exact,
                                   AscendC::TPipe& pipe)
         : t_(tiling),
-          tasks_(tiling, arguments.lengths),
+          tasks_(tiling, arguments.lengths, arguments.visits),
           skipped_(AscendC::GetSubBlockIdx() * kHalfRows)
     {
         if (exact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
+        if (tiling.has_largest) largest_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.largest));
+        if (tiling.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
         if (tiling.has_sinks) sinks_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.sinks));
         for (uint32_t i = 0; i < kLanes; ++i) {
             GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane.bytes;
@@ -93,20 +93,89 @@ protected:
         return Least(kBlockKeys, task.keys - j * kBlockKeys);
     }
 
-    // Scores that a row does not see become kHidden: keys that do not exist, and with a causal mask later ones.
+    // Scores that a row does not see become kHidden: keys that do not exist, those beside a causal mask's or a window's
+    // edges, and those that a mask hides.
     __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
         const uint32_t count = KeysOf(task, j);
         const uint32_t without_keys = RowsBefore(task.lane[i], j * kBlockKeys, rows);
         const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
-        if (partial == 0 && count == kBlockKeys) return;
-        AscendC::PipeBarrier<PIPE_V>();
-        if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
-        for (uint32_t r = without_keys; r < partial; ++r) {
-            const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
-            HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
+        if (partial > 0 || count < kBlockKeys) {
+            AscendC::PipeBarrier<PIPE_V>();
+            if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
+            for (uint32_t r = without_keys; r < partial; ++r) {
+                const uint32_t seen = tasks_.Seen(task, task.lane[i].first_row + skipped_ + r) - j * kBlockKeys;
+                HideColumns(tile[r * kBlockKeys], seen, 1, kHidden);
+            }
+            if (partial < rows) HideColumns(tile[partial * kBlockKeys], count, rows - partial, kHidden);
+            AscendC::PipeBarrier<PIPE_V>();
         }
-        if (partial < rows) HideColumns(tile[partial * kBlockKeys], count, rows - partial, kHidden);
+        if (t_.windowed) HideBeforeWindow(task, j, rows, tile);
+        if (t_.has_mask) HideMasked(rows, tile);  // reads all columns, so those behind the last key have to be there
+    }
+
+    // Keys to the left of the windows of rows. Other rows' windows begin before the block.
+    __aicore__ inline void HideBeforeWindow(const Task& task, uint32_t j, uint32_t rows, const FloatTile& tile)
+    {
+        const uint32_t first_row = task.lane[0].first_row + skipped_, first_key = j * kBlockKeys;
+        if (tasks_.Before(first_row + rows - 1) <= first_key) return;
+        for (uint32_t r = 0; r < rows; ++r) {
+            const uint32_t before = tasks_.Before(first_row + r);
+            if (before <= first_key) continue;
+            HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key, kBlockKeys), kHidden);
+        }
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // The tile's part of the mask on its way. Its place is that of FP16 scores, which have to be taken before.
+    __aicore__ inline void LoadMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        const uint32_t own = OwnRows(task.lane[0].rows), count = KeysOf(task, j);
+        uint64_t at = (task.lane[0].first_row + skipped_) * t_.mask.row_stride + j * kBlockKeys;
+        at += task.head % t_.heads * t_.mask.head_stride;
+        at += task.batch * t_.mask.batch_stride;
+        AscendC::LocalTensor<uint8_t> bytes = narrow_in_.AllocTensor<uint8_t>();
+        LoadMaskRows(bytes, mask_[at], t_.mask.row_stride == 0 ? 1 : own, count);
+        if (rows > own && t_.mask.row_stride > 0) {  // one row, which is computed twice
+            LoadMaskRows(bytes[kBlockKeys], mask_[at], 1, count);
+        }
+        narrow_in_.EnQue(bytes);
+    }
+
+    __aicore__ inline void LoadMaskRows(const AscendC::LocalTensor<uint8_t>& to,
+                                        const AscendC::GlobalTensor<uint8_t>& from, uint32_t rows, uint32_t count)
+    {
+        AscendC::DataCopyExtParams p;
+        p.blockCount = rows;
+        p.blockLen = count;
+        p.srcStride = rows > 1 ? t_.mask.row_stride - count : 0;
+        p.dstStride = (kBlockKeys - RoundUp(count, kBlockBytes)) / kBlockBytes;
+        AscendC::DataCopyPad(to, from, p, AscendC::DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
+    }
+
+    // The loaded part of the mask as bits, sixteen rows at a time.
+    __aicore__ inline void TakeMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        constexpr uint32_t part = 16;
+        const uint32_t count = KeysOf(task, j), stride = t_.mask.row_stride == 0 ? 0 : kBlockKeys;
+        AscendC::LocalTensor<uint8_t> bytes = narrow_in_.DeQue<uint8_t>(), bits = mask_bits_buffer_.Get<uint8_t>();
+        const HalfTile numbers = work_.ReinterpretCast<half>();
+        for (uint32_t first = 0; first < rows; first += part) {
+            const uint32_t here = Least(part, rows - first);
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Cast(numbers, bytes[first * stride], AscendC::RoundMode::CAST_NONE, count, here,
+                          AscendC::UnaryRepeatParams(1, 1, 8, stride / kBlockBytes));
+            AscendC::PipeBarrier<PIPE_V>();
+            AscendC::Compares(bits[first * kBlockKeys / 8], numbers, static_cast<half>(0.0f), AscendC::CMPMODE::NE,
+                              here * kBlockKeys);
+        }
+        narrow_in_.FreeTensor(bytes);
+    }
+
+    __aicore__ inline void HideMasked(uint32_t rows, const FloatTile& tile)
+    {
+        AscendC::Select(tile, mask_bits_buffer_.Get<uint8_t>(), tile, kHidden, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE,
+                        kFloats, 2 * rows, AscendC::BinaryRepeatParams());
         AscendC::PipeBarrier<PIPE_V>();
     }
 
@@ -120,14 +189,15 @@ protected:
     uint32_t skipped_;      // rows of a tile before this core's
     float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
-    AscendC::GlobalTensor<float> lse_, units_, sinks_;
+    AscendC::GlobalTensor<uint8_t> mask_;
+    AscendC::GlobalTensor<float> lse_, largest_, units_, sinks_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
     AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_, sums_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
-        half_row_buffer_, work_buffer_, mean_work_buffer_;
+        half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_;
     AscendC::LocalTensor<float> values_, score_tile_, spread_, work_, mean_work_;
 
 private:
@@ -147,7 +217,8 @@ private:
         pipe.InitBuffer(half_row_buffer_, kHalfRows * sizeof(half));
         pipe.InitBuffer(work_buffer_, kReduction * sizeof(float));
         if (exact) {
-            pipe.InitBuffer(offset_in_, 1, 2 * kHalfRows * sizeof(float) + kBlockBytes);
+            pipe.InitBuffer(offset_in_, 1, 3 * kHalfRows * sizeof(float) + kBlockBytes);
+            pipe.InitBuffer(mask_bits_buffer_, kHalfRows * kBlockKeys / 8);
             pipe.InitBuffer(sums_in_, 1, kHalfRows * kFractal * sizeof(float));
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
             pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));

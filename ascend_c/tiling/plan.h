@@ -21,8 +21,7 @@ struct Chip {
     uint64_t l1;
 };
 
-// L0A, L0B and L0C are the same on all of them: multiply.h. 310P is another machine: its cores hold cube and vector
-// units together, L0C goes to UB and not to GM, there is no BF16, and scores would never leave the core.
+// L0A, L0B and L0C are the same on all of them: multiply.h. The 310P is another machine: plan_310p.h.
 constexpr Chip kChips[] = {
     {"Ascend910B1", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
     {"Ascend910B2", 24, 48, 184 * kKiB - 256, 512 * kKiB - 256},
@@ -30,7 +29,9 @@ constexpr Chip kChips[] = {
     {"Ascend910B4", 20, 40, 184 * kKiB - 256, 512 * kKiB - 256},
 };
 
-constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
+constexpr const char* kChip310P = "Ascend310P";  // begins the names of all chips of that kind
+
+constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t anchor_rows)
 {
     LaneWorkspace w{};
     w.scores = 0;
@@ -41,7 +42,7 @@ constexpr LaneWorkspace LaneParts(uint32_t dim, uint32_t blocks)
     w.reference = w.sums + kTileRows * kFractal * 4;
     w.verdict = w.reference + kTileRows * kFractal * 2;
     w.offsets = w.verdict + 512;
-    w.bytes = RoundUp<uint64_t>(w.offsets + uint64_t{2} * blocks * kTileRows * 4, 512);
+    w.bytes = RoundUp<uint64_t>(w.offsets + uint64_t{anchor_rows} * kTileRows * 4, 512);
     return w;
 }
 
@@ -57,9 +58,14 @@ struct Shape {
 struct Settings {
     bool exact = true;
     bool causal = false;
+    int64_t left = -1;  // keys that a row sees to the left of its own, and to the right; -1: all
+    int64_t right = -1;
+    bool has_mask = false;
+    MaskTiling mask{};
     bool saturates = false;
     bool has_lengths = false;
     bool has_sinks = false;
+    bool has_largest = false;
     bool keep_scores = false;
     uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
@@ -87,7 +93,7 @@ inline void CheckShape(const Shape& s)
 // Bytes of the unified buffer that a vector core takes: vector_state.h, InitBuffers.
 constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes, bool exact)
 {
-    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 19392 : 15744;
+    const uint64_t tile = kHalfRows * kBlockKeys, numbers = exact ? 20928 : 15744;
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
@@ -100,6 +106,16 @@ constexpr uint64_t L1Bytes(uint32_t dim)
 // The excess of columns of one sign over the other that flags a row: 4.25 sigma (ops/numerics/dither.py).
 inline uint32_t Leaning(uint32_t columns) { return static_cast<uint32_t>(std::ceil(4.25 * std::sqrt(columns))); }
 
+// Rows of anchors of a block of keys. Rows that may see their first key in any block need the mean of every block.
+constexpr uint32_t AnchorRows(bool begins_anywhere) { return begins_anywhere ? 3 : 2; }
+
+// A side of a window. No sequence is longer than the longest, so a wider one hides nothing.
+inline uint32_t WithinLength(int64_t side)
+{
+    constexpr int64_t longest = 0x7fffffff;
+    return static_cast<uint32_t>(side < longest ? side : longest);
+}
+
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
 {
     CheckShape(shape);
@@ -109,6 +125,11 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
     Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
     Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
+    Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
+    Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
+    Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
+    Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
+            "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};
     t.batch = shape.batch;
     t.heads = shape.heads;
@@ -117,21 +138,29 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.keys = shape.keys;
     t.dim = shape.dim;
     t.blocks = DivideUp(shape.keys, kBlockKeys);
+    t.tile_rows = kTileRows;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
     Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
-    t.causal = settings.causal;
+    t.causal = settings.causal || settings.right >= 0;
+    t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
+    t.windowed = settings.left >= 0;
+    t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
+    t.has_mask = settings.has_mask;
+    t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
+    t.mask = settings.mask;
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
     t.has_sinks = settings.has_sinks;
+    t.has_largest = settings.has_largest;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);
     t.to_bf16 = settings.to_bf16;
     t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
-    t.lane = LaneParts(t.dim, t.blocks);
+    t.lane = LaneParts(t.dim, t.anchor_rows * t.blocks);
     t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane.bytes;
     return t;
 }
@@ -142,7 +171,7 @@ inline float ScaleUnit(double scale)
     return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5))));
 }
 
-inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths)
+inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths, bool begins_anywhere)
 {
     CheckShape(shape);
     ShiftTiling t{};
@@ -153,6 +182,7 @@ inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, b
     t.blocks = DivideUp(shape.keys, kBlockKeys);
     t.saturates = saturates;
     t.has_lengths = has_lengths;
+    t.anchor_rows = AnchorRows(begins_anywhere);
     t.unit = ScaleUnit(scale);
     return t;
 }

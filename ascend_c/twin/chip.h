@@ -1,5 +1,5 @@
-// Facts about the chip (Atlas A2, 910B, NPU architecture 2201). Sizes: vendor documentation, "TPosition" and
-// "general constraints" pages; core counts: 910B3 data sheet.
+// Facts about the chips. Atlas A2 (910B, NPU architecture 2201): sizes from the vendor's pages "TPosition" and "general
+// constraints", core counts from the 910B3 data sheet. Ascend 310P (architecture 2002): docs/ascend/310p.md.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,19 @@ struct ChipFacts {
     size_t l0a = 64 * kKiB;
     size_t l0b = 64 * kKiB;
     size_t l0c = 128 * kKiB;
+    int ai_cores = 0;  // cores that hold a cube unit and a vector unit
 };
+
+// Ascend310P3: the chip of an Atlas 300I Duo. Its vector-only cores are not emulated.
+inline ChipFacts chip_310p()
+{
+    ChipFacts c;
+    c.aic_cores = c.aiv_cores = 0;
+    c.ub = 256 * kKiB;
+    c.l1 = 1024 * kKiB;
+    c.l0c = 256 * kKiB;
+    c.ai_cores = 8;
+    return c;
+}
 
 }  // namespace twin

@@ -20,6 +20,7 @@ inline Pipe copy_pipe(const Span& dst, const Span& src)
 {
     if (on_gm(src)) return Pipe::MTE2;
     if (on_gm(dst)) return Pipe::MTE3;
+    if (dst.memory != nullptr && dst.memory->space() == Space::L1) return Pipe::MTE3;  // UB -> L1 on a 310P
     return Pipe::V;  // UB -> UB
 }
 
@@ -62,15 +63,16 @@ inline void check_position(const Instruction& op, const Span& local, AscendC::TP
 
 inline void check_copy_places(const Instruction& op, const Span& dst, const Span& src, bool pads = false)
 {
-    const Space local = op.core().kind == CoreKind::aiv ? Space::UB : Space::L1;
+    const bool both = op.core().kind == CoreKind::ai;
+    const Space local = op.core().kind == CoreKind::aic ? Space::L1 : Space::UB;
     if (on_gm(src)) {
-        op.lies_in(dst, {local}, "dst");
+        op.lies_in(dst, {local, both ? Space::L1 : local}, "dst");
         check_position(op, dst, AscendC::TPosition::VECIN, pads);
     } else if (on_gm(dst)) {
         op.lies_in(src, {local}, "src");
         check_position(op, src, AscendC::TPosition::VECOUT, pads);
     } else {
-        op.lies_in(dst, {Space::UB}, "dst");
+        op.lies_in(dst, {Space::UB, both ? Space::L1 : Space::UB}, "dst");
         op.lies_in(src, {Space::UB}, "src");
     }
     if (!on_gm(dst)) op.aligned(dst, kBlockBytes, "dst");
@@ -178,6 +180,8 @@ template <typename T>
 void nd_to_nz(const Span& dst, const Span& src, const AscendC::Nd2NzParams& p, Here here)
 {
     Instruction op("DataCopy", Pipe::MTE2, here);
+    op.require(op.core().kind != CoreKind::ai, FaultKind::core,
+               "a 310P makes ND-to-NZ copies of vector calls, which the twin does not emulate");
     op.lies_in(src, {Space::GM}, "src");
     op.lies_in(dst, {Space::L1}, "dst");
     op.aligned(dst, kBlockBytes, "dst");

@@ -20,7 +20,20 @@
 
 namespace twin {
 
-enum class CoreKind : uint8_t { aic, aiv };
+// A cube core, a vector core, and the core of a 310P that has both units.
+enum class CoreKind : uint8_t { aic, aiv, ai };
+
+inline const char* name_of(CoreKind kind)
+{
+    static const char* const names[] = {"aic", "aiv", "ai"};
+    return names[static_cast<int>(kind)];
+}
+inline const char* described(CoreKind kind)
+{
+    static const char* const names[] = {"a cube core", "a vector core", "the core of a 310P"};
+    return names[static_cast<int>(kind)];
+}
+
 
 // An event flag between two pipes of one core. The flag is one bit: setting it again before the waiting pipe is known
 // to have cleared it loses a set (vendor page "SetFlag/WaitFlag").
@@ -75,11 +88,15 @@ public:
     {
         for (Clock& clock : clocks) clock = Clock(threads);
         const bool mixed = o.shape == Shape::mix_1_2;
-        if (kind == CoreKind::aiv) {
+        if (kind == CoreKind::ai) {  // Brcb and Select write into the last 8 KiB of UB, whatever the compiler's options
+            add(Space::UB, o.chip.ub);
+            capacity[index(Space::UB)] = o.chip.ub - o.chip.ub_reserved_select;
+        } else if (kind == CoreKind::aiv) {
             add(Space::UB, o.chip.ub);
             capacity[index(Space::UB)] = o.chip.ub - (mixed ? o.chip.ub_reserved_mix : 0) -
                                          (o.asc_reserved_ubuf ? o.chip.ub_reserved_select : 0);
-        } else {
+        }
+        if (kind != CoreKind::aiv) {
             add(Space::L1, o.chip.l1);
             capacity[index(Space::L1)] = o.chip.l1 - (mixed ? o.chip.l1_reserved_mix : 0);
             add(Space::L0A, o.chip.l0a);
@@ -87,11 +104,12 @@ public:
             add(Space::L0C, o.chip.l0c);
             finished_units.resize(o.chip.l0c / kFractalBytes);
         }
-        saturate = o.overflow == Overflow::saturate;
+        saturate = kind == CoreKind::ai || o.overflow == Overflow::saturate;
+        saturate_float = kind == CoreKind::ai && o.saturate_float;
     }
 
     static int index(Space space) { return static_cast<int>(space); }
-    std::string name() const { return (kind == CoreKind::aic ? "aic " : "aiv ") + std::to_string(block_index()); }
+    std::string name() const { return std::string(twin::name_of(kind)) + ' ' + std::to_string(block_index()); }
     // What GetBlockIdx returns: the group on a cube core, group * 2 + sub on a vector core of a mixed kernel.
     int block_index() const
     {
@@ -100,6 +118,7 @@ public:
     Memory* memory(Space space) { return memories[index(space)].get(); }
     bool has(Pipe pipe) const
     {
+        if (kind == CoreKind::ai) return pipe != Pipe::FIX;
         if (pipe == Pipe::V) return kind == CoreKind::aiv;
         if (pipe == Pipe::M || pipe == Pipe::MTE1 || pipe == Pipe::FIX) return kind == CoreKind::aic;
         return true;
@@ -156,6 +175,12 @@ public:
     std::vector<bool> finished_units;  // of L0C, by unitFlag
     VectorMask mask;
     bool saturate = false;
+    bool saturate_float = false;
+    template <typename T>
+    bool saturates() const
+    {
+        return sizeof(T) == sizeof(float) ? saturate_float : saturate;
+    }
     bool cross_core_sync = true;  // false in AIC_ONLY and AIV_ONLY kernels: the hardware has no scheduler for it there
     void* tpipe = nullptr;        // the live AscendC::TPipe
 

@@ -16,6 +16,7 @@ void load_2d(const Span& dst, const Span& src, const AscendC::LoadData2DParams& 
 {
     static_assert(sizeof(T) == 2, "LoadData: the twin loads half and bfloat16");
     Instruction op("LoadData", Pipe::MTE1, here);
+    op.require(op.core().kind != CoreKind::ai || std::is_same_v<T, half>, FaultKind::type, kNoBf16);
     op.lies_in(src, {Space::L1}, "src");
     op.lies_in(dst, {Space::L0A, Space::L0B}, "dst");
     op.aligned(src, kBlockBytes, "src");
@@ -71,8 +72,9 @@ void fill_l0(const Span& dst, const AscendC::InitConstValueParams<T>& p, Here he
     op.fits(p.repeatTimes, "repeatTimes", 0, 32767);
     op.fits(p.blockNum, "blockNum", 0, 32767);
     op.fits(p.dstGap, "dstGap", 0, 32767);
-    const size_t run = static_cast<size_t>(p.blockNum.full()) * kFractalBytes;
-    const size_t step = run + static_cast<size_t>(p.dstGap.full()) * kFractalBytes;
+    const bool fractals = op.core().kind == CoreKind::ai;  // a 310P reads neither blockNum nor dstGap
+    const size_t run = (fractals ? 1 : static_cast<size_t>(p.blockNum.full())) * kFractalBytes;
+    const size_t step = run + (fractals ? 0 : static_cast<size_t>(p.dstGap.full())) * kFractalBytes;
     const int64_t repeats = run == 0 ? 0 : p.repeatTimes.full();
     for (int64_t i = 0; i < repeats; ++i) op.write(dst, static_cast<size_t>(i) * step, run);
     op.core().counters.bytes[index_of(Pipe::MTE1)] += static_cast<size_t>(repeats) * run;
@@ -244,6 +246,8 @@ template <typename T>
 void mmad(const Span& dst, const Span& fm, const Span& filter, const AscendC::MmadParams& p, Here here)
 {
     Instruction op("Mmad", Pipe::M, here);
+    op.require(op.core().kind != CoreKind::ai || std::is_same_v<T, half>, FaultKind::type, kNoBf16);
+    op.require(op.core().kind != CoreKind::ai || p.unitFlag == 0, FaultKind::range, "an Ascend 310P has no unitFlag");
     op.lies_in(dst, {Space::L0C}, "dst");
     op.lies_in(fm, {Space::L0A}, "fm");
     op.lies_in(filter, {Space::L0B}, "filter");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fixpipe.h"
+#include "l0c_to_ub.h"
 
 namespace twin {
 
@@ -29,7 +30,7 @@ struct Report {
     {
         Counters sum;
         for (const auto& [name, counters] : cores) {
-            if ((name.rfind("aic", 0) == 0) == (kind == CoreKind::aic)) sum.add(counters);
+            if (name.rfind(std::string(name_of(kind)) + ' ', 0) == 0) sum.add(counters);
         }
         return sum;
     }
@@ -44,7 +45,7 @@ struct Report {
             comma = ", ";
         }
         out += "}, \"aic\": " + total(CoreKind::aic).json() + ", \"aiv\": " + total(CoreKind::aiv).json() +
-               ", \"cores\": {";
+               ", \"ai\": " + total(CoreKind::ai).json() + ", \"cores\": {";
         comma = "";
         for (const auto& [name, counters] : cores) {
             out += comma + ('"' + name) + "\": " + counters.json();
@@ -103,7 +104,9 @@ public:
         }
         twin::launch = &l;
         Report report;
-        const int available = options.shape == Shape::aiv_only ? options.chip.aiv_cores : options.chip.aic_cores;
+        const int available = options.shape == Shape::aiv_only  ? options.chip.aiv_cores
+                              : options.shape == Shape::ai_core ? options.chip.ai_cores
+                                                                : options.chip.aic_cores;
         if (blocks < 1 || blocks > available) {
             report.ok = false;
             report.fault = Fault{
@@ -143,8 +146,11 @@ private:
         const size_t threads = static_cast<size_t>(std::max(l.blocks, 1) * per_block * kPipes);
         for (int i = 0; i < l.blocks * per_block; ++i) {
             const bool cube = mixed ? i % 3 == 0 : l.options.shape == Shape::aic_only;
-            l.cores.push_back(std::make_unique<Core>(i, cube ? CoreKind::aic : CoreKind::aiv, i / per_block,
-                                                     mixed && !cube ? i % 3 - 1 : 0, threads, l.options));
+            const CoreKind kind = l.options.shape == Shape::ai_core ? CoreKind::ai
+                                  : cube                            ? CoreKind::aic
+                                                                    : CoreKind::aiv;
+            l.cores.push_back(std::make_unique<Core>(i, kind, i / per_block, mixed && !cube ? i % 3 - 1 : 0, threads,
+                                                     l.options));
             l.cores.back()->kernel_name = l.kernel;
         }
     }

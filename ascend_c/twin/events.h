@@ -66,7 +66,8 @@ inline EventFlag& flag_of(Core& c, HardEvent event, int32_t id, Caller caller)
 {
     const EventPipes& e = pipes_of(event);
     const std::string what = std::string(e.name) + " with event id " + std::to_string(id);
-    c.require(c.kind == CoreKind::aic ? e.on_aic : e.on_aiv, FaultKind::core,
+    const bool on_ai = e.source != Pipe::FIX && e.destination != Pipe::FIX;
+    c.require(c.kind == CoreKind::ai ? on_ai : c.kind == CoreKind::aic ? e.on_aic : e.on_aiv, FaultKind::core,
               std::string(e.name) + " does not exist on this core");
     c.require(id >= 0 && id < kEventIds, FaultKind::event_id, what + ": ids are 0 to 7");
     EventFlag& flag = c.flags[static_cast<int>(event)][id];

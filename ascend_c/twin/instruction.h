@@ -1,6 +1,7 @@
 // One instruction of one pipe: legality, operands checked against shadow memory, work done now or deferred.
 #pragma once
 
+#include <cstring>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -41,6 +42,20 @@ struct Span {
     }
 };
 
+// Calls that a 310P does not have, by their pages (docs/ascend/310p.md).
+inline bool exists_on_310p(const char* call)
+{
+    static const char* const missing[] = {"CrossCoreSetFlag",  "CrossCoreWaitFlag", "Fixpipe",   "DataCopyPad",
+                                          "SetSaturationFlag", "GetSaturationFlag", "ShiftLeft", "ShiftRight",
+                                          "SyncAll",           "GetSubBlockIdx",    "DataCacheCleanAndInvalid"};
+    for (const char* name : missing) {
+        if (std::strcmp(call, name) == 0) return false;
+    }
+    return true;
+}
+
+constexpr const char* kNoBf16 = "an Ascend 310P has no bfloat16";
+
 // Starts a call: remembers it for reports and lets another core run, by chance.
 inline Core& begin_call(const char* call, Pipe pipe, Here here)
 {
@@ -49,9 +64,10 @@ inline Core& begin_call(const char* call, Pipe pipe, Here here)
     c.call = call;
     c.here = here;
     c.pipe = pipe;
+    c.require(c.kind != CoreKind::ai || exists_on_310p(call), FaultKind::core,
+              std::string(call) + " does not exist on an Ascend 310P");
     c.require(c.has(pipe), FaultKind::core,
-              std::string("pipe ") + name_of(pipe) + " does not exist on " +
-                  (c.kind == CoreKind::aic ? "a cube core" : "a vector core"));
+              std::string("pipe ") + name_of(pipe) + " does not exist on " + described(c.kind));
     return c;
 }
 

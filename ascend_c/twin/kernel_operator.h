@@ -1,4 +1,5 @@
-// The CPU twin of Ascend C for Atlas A2 (910B, NPU architecture 2201): a functional emulator with checks, header only.
+// The CPU twin of Ascend C for Atlas A2 (910B, NPU architecture 2201) and the Ascend 310P (2002): a functional emulator
+// with checks, header only.
 // Kernel sources include this file in place of the vendor's kernel_operator.h; the host side is device.h.
 //
 //   numbers.h, functions.h     number types, Exp and Ln
@@ -10,7 +11,7 @@
 //   instruction.h, tensor.h    one instruction with its checks; tensors
 //   events.h, sync.h, queue.h  flags, barriers, cross-core flags, TPipe and TQue
 //   vector_engine.h, vector.h, vector_move.h, vector_select.h, reduce.h
-//   copy.h, cube.h, fixpipe.h, counters.h, device.h
+//   copy.h, cube.h, fixpipe.h, l0c_to_ub.h, counters.h, device.h
 #pragma once
 
 #include "device.h"

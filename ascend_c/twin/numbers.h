@@ -178,6 +178,7 @@ TWIN_TYPE_NAME(bfloat16_t, "bfloat16");
 TWIN_TYPE_NAME(float, "float");
 TWIN_TYPE_NAME(int16_t, "int16");
 TWIN_TYPE_NAME(uint16_t, "uint16");
+TWIN_TYPE_NAME(uint8_t, "uint8");
 TWIN_TYPE_NAME(int32_t, "int32");
 TWIN_TYPE_NAME(uint32_t, "uint32");
 #undef TWIN_TYPE_NAME

@@ -30,9 +30,12 @@ enum class Deviation {
     compare_nan,    // NaN is below every number
     accumulator,    // a product changes the accumulator that was written before it
     scalar_cache,   // DataCacheCleanAndInvalid does nothing
+    sync_all,       // SyncAll waits for no other core
 };
 
-enum class Shape { mix_1_2, aiv_only, aic_only };  // what one block is: a cube core with two vector cores, or one core
+// What one block is: a cube core with two vector cores, or one core. `ai_core` is that of a 310P: a cube unit and a
+// vector unit, and it always saturates.
+enum class Shape { mix_1_2, aiv_only, aic_only, ai_core };
 
 struct Options {
     Mode mode = Mode::eager;
@@ -43,6 +46,7 @@ struct Options {
     // Exp and Ln take subnormal numbers for 0, and give 0 in place of them. That is documented for Ascend 950 (pages
     // "Exp" and "Ln"). The guide from 2201 to 3510 calls it a change, so an A2 should keep them. Kernels must not care.
     bool flush_subnormals = false;
+    bool saturate_float = false;            // ai_core: FP32 results saturate too; no page says whether they do
     bool strict_vector = true;              // V after V needs PipeBarrier<PIPE_V>, although the compiler can insert it
     bool asc_reserved_ubuf = true;  // false: --cce-disable-asc-reserved-ubuf, 8 KiB more UB and no Select
     Deviation deviation = Deviation::none;

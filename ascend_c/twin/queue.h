@@ -146,7 +146,7 @@ class TPipe;
 template <TPosition pos, int32_t depth, auto mask = 0>
 class TQue {
     static constexpr twin::QueueEvents kEvents = twin::events_of(pos);
-    static_assert(kEvents.ready != HardEvent::MAX, "A2 has no queue at this position");
+    static_assert(kEvents.ready != HardEvent::MAX, "there is no queue at this position");
     static constexpr size_t kDepth = depth == 0 ? 1 : depth;  // 0: tensors are passed in by the caller
 
 public:
@@ -284,6 +284,9 @@ public:
         c.require(state.buffers.empty(), twin::FaultKind::queue, "InitBuffer of a queue that has buffers already");
         c.require(num > 0 && len > 0, twin::FaultKind::range, "InitBuffer of nothing");
         state.bytes = rounded(len);
+        if (c.kind == twin::CoreKind::ai && Q::kWhere == TPosition::CO1) {  // the vector unit empties L0C
+            state.events = {HardEvent::M_V, HardEvent::V_M};
+        }
         for (int i = 0; i < num; ++i) {
             twin::Buffer b;
             b.begin = take(c, Q::kWhere, state.bytes, state.memory);

@@ -113,6 +113,9 @@ void reduce_repeat(ReduceType kind, const AscendC::LocalTensor<T>& dst, const As
 {
     using O = AscendC::ReduceOrder;
     Instruction op("ReduceRepeat", Pipe::V, here);
+    op.require(op.core().kind != CoreKind::ai || kind == ReduceType::SUM ||
+                   order == O::ORDER_VALUE_INDEX || order == O::ORDER_INDEX_VALUE,
+               FaultKind::type, "the page of ReduceRepeat lists this order for no Ascend 310P");
     Operand s;
     const Plan plan = prepare_source(op, src, a, s);
     const bool both = kind != ReduceType::SUM && (order == O::ORDER_VALUE_INDEX || order == O::ORDER_INDEX_VALUE);

@@ -193,6 +193,7 @@ void SyncAll(Here here = Here::now())
     twin::Core& c = twin::begin_call("SyncAll", twin::Pipe::S, here);
     c.require(!isAIVOnly || c.kind == twin::CoreKind::aiv, twin::FaultKind::core, "SyncAll<true> is for vector cores");
     twin::pipe_barrier(PIPE_ALL, here);
+    if (twin::deviates(twin::Deviation::sync_all)) return;
     if (isAIVOnly) {
         twin::cross_core_set(0, PIPE_MTE3, 14, here);
         twin::cross_core_wait(14, here);
@@ -256,7 +257,10 @@ bool GetSaturationFlag(Here here = Here::now())
 }
 inline int64_t GetBlockNum() { return twin::launch->blocks; }
 inline int64_t GetBlockIdx() { return twin::core().block_index(); }
-inline int64_t GetSubBlockIdx() { return twin::core().sub; }
+inline int64_t GetSubBlockIdx(Here here = Here::now())
+{
+    return twin::begin_call("GetSubBlockIdx", twin::Pipe::S, here).sub;
+}
 inline int64_t GetSubBlockNum() { return twin::core().options.shape == twin::Shape::mix_1_2 ? 2 : 1; }
 
 }  // namespace AscendC

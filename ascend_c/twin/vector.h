@@ -44,7 +44,7 @@ void map_unary(const char* name, const AscendC::LocalTensor<T>& dst, const Ascen
     const Operand a = e.counted ? packed(src, lanes) : operand(src, s.src_block, s.src_repeat);
     prepare(op, plan, d, {a});
     count_vector(op, TypeName<T>::value, plan);
-    op.run([=, &core = op.core(), saturate = op.core().saturate] {
+    op.run([=, &core = op.core(), saturate = op.core().saturates<T>()] {
         Wide<T> x[kMaxLanes] = {};
         Exact<T> y[kMaxLanes] = {};
         T out[kMaxLanes] = {};
@@ -76,7 +76,7 @@ void map_binary(const char* name, const AscendC::LocalTensor<T>& dst, const Asce
     const Operand b = e.counted ? packed(src1, lanes) : operand(src1, p.src1BlkStride.full(), p.src1RepStride.full());
     prepare(op, plan, d, {a, b}, accumulates);
     count_vector(op, TypeName<T>::value, plan);
-    op.run([=, &core = op.core(), saturate = op.core().saturate] {
+    op.run([=, &core = op.core(), saturate = op.core().saturates<T>()] {
         Wide<T> x[kMaxLanes] = {}, y[kMaxLanes] = {};
         Exact<T> z[kMaxLanes] = {};
         T out[kMaxLanes] = {};

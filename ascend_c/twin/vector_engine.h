@@ -352,6 +352,9 @@ uint64_t round_lanes(const float* values, T* out, const Lanes& active, bool satu
     if constexpr (std::is_same_v<T, half>) {
         saturate &= any_not_finite(out);
         for (int i = 0; saturate && i < kMaxLanes; ++i) out[i] = half_from(saturated(to_float(out[i]), kHalfMax));
+    } else if constexpr (std::is_same_v<T, float>) {
+        constexpr float largest = std::numeric_limits<float>::max();
+        for (int i = 0; saturate && i < active.last(); ++i) out[i] = saturated(out[i], largest);
     }
     return overflows;
 }

@@ -42,6 +42,7 @@ template <typename D, typename S>
 constexpr CastKind cast_kind()
 {
     if (std::is_same_v<D, float> && is_one_of<S, half, bfloat16_t>) return CastKind::exact;
+    if (std::is_same_v<D, half> && std::is_same_v<S, uint8_t>) return CastKind::exact;
     if (std::is_same_v<D, half> && std::is_same_v<S, float>) return CastKind::to_half;
     if (std::is_same_v<D, float> && std::is_same_v<S, int32_t>) return CastKind::from_int;
     if (is_one_of<D, bfloat16_t, int32_t, float> && std::is_same_v<S, float>) return CastKind::other;
@@ -55,6 +56,13 @@ inline bool takes(CastKind kind, AscendC::RoundMode mode)
     if (mode == R::CAST_NONE) return kind != CastKind::other;
     if (mode == R::CAST_ODD) return kind == CastKind::to_half;
     return kind != CastKind::exact && mode != R::UNKNOWN;
+}
+
+// The same on a 310P. Its page lists no conversion between floats, and none from float to int32_t.
+inline bool takes_on_310p(CastKind kind, AscendC::RoundMode mode)
+{
+    using R = AscendC::RoundMode;
+    return kind != CastKind::other && (mode == R::CAST_NONE || (kind == CastKind::to_half && mode == R::CAST_ODD));
 }
 
 inline Rounding rounding_of(AscendC::RoundMode mode)
@@ -75,7 +83,7 @@ D converted(Wide<S> from, Rounding rounding)
 {
     const double x = static_cast<double>(from);
     if constexpr (std::is_same_v<D, half>) {
-        return half_from(rounding == Rounding::nearest_even ? from : round_to_half(x, rounding));
+        return half_from(rounding == Rounding::nearest_even ? static_cast<float>(from) : round_to_half(x, rounding));
     } else if constexpr (std::is_same_v<D, bfloat16_t>) {
         return bfloat16_t(rounding == Rounding::nearest_even ? from : round_to_bf16(x, rounding));
     } else if constexpr (std::is_same_v<S, int32_t>) {
@@ -96,6 +104,10 @@ void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src
     Instruction op("Cast", Pipe::V, here);
     op.require(takes(cast_kind<D, S>(), mode), FaultKind::type,
                "this conversion does not have the round mode " + std::to_string(static_cast<int>(mode)));
+    op.require(op.core().kind != CoreKind::ai || takes_on_310p(cast_kind<D, S>(), mode), FaultKind::type,
+               "an Ascend 310P does not have this conversion with this round mode");
+    op.require(op.core().kind != CoreKind::ai || !(std::is_same_v<D, bfloat16_t> || std::is_same_v<S, bfloat16_t>),
+               FaultKind::type, kNoBf16);
     constexpr int lanes = std::min(kLanes<D>, kLanes<S>);
     const Plan plan = e.plan(op, lanes);
     const UnaryStrides s = strides(op, params);
@@ -110,7 +122,7 @@ void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src
         for (int64_t r = 0; r < plan.repeats; ++r) {
             load<S>(a, plan, r, x);
             for (int i = 0; i < lanes; ++i) out[i] = converted<D, S>(x[i], rounding);
-            if constexpr (is_one_of<D, half, bfloat16_t>) {
+            if constexpr (is_one_of<D, half, bfloat16_t> && !std::is_same_v<S, uint8_t>) {
                 constexpr float largest = std::is_same_v<D, half> ? kHalfMax : kBf16Max;
                 overflows += count_overflows(out, plan.at(r), {x});
                 for (int i = 0; saturate && i < lanes; ++i) out[i] = D(saturated(to_float(out[i]), largest));

@@ -206,6 +206,20 @@ struct DataCopyPadExtParams {
     T paddingValue = T(0);
 };
 
+enum class BlockMode : uint8_t {
+    BLOCK_MODE_NORMAL = 0,
+    BLOCK_MODE_MATRIX,
+    BLOCK_MODE_VECTOR,
+    BLOCK_MODE_SMALL_CHANNEL,
+    BLOCK_MODE_DEPTHWISE,
+};
+
+// Ascend 310P, L0C to UB. Conversions on the way are not emulated, so their fields are left out.
+struct DataCopyEnhancedParams {
+    BlockMode blockMode = BlockMode::BLOCK_MODE_NORMAL;
+    bool isRelu = false;
+};
+
 struct Nd2NzParams {
     Nd2NzParams() {}
     Nd2NzParams(U16 nd, U16 rows, U16 columns, U16 srcMatrix, U16 srcRow, U16 dstC0, U16 dstN, U16 dstMatrix)

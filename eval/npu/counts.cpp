@@ -1,7 +1,9 @@
 // What the kernels spend on the CPU twin, as JSON.
 //
-//     PROGRAM attend EXACT DIM BLOCKS DATA UNBIASED    two tiles of 128 queries against so many blocks of 128 keys, one
-//                                                      group
+//     PROGRAM attend EXACT DIM BLOCKS DATA UNBIASED ROWS    so many queries (0: two tiles of 128) against so many
+//                                                           blocks of 128 keys, one group
+//     PROGRAM decode DIM BLOCKS HEADS SLOTS GROUPS    one token of so many query heads against so many blocks of keys
+//                                                     of one KV head, in pages of so many keys (0: in a row)
 //     PROGRAM shift EXACT DIM BLOCKS                   so many blocks of keys, one core
 //     PROGRAM plan EXACT B H Hkv Sq Skv D CAUSAL       tasks and score tiles of the busiest group of a 910B3
 //
@@ -16,7 +18,7 @@
 #include <vector>
 
 #include "binding/on_twin.h"
-#include "tiling/plan.h"
+#include "tiling/decode_plan.h"
 
 namespace {
 
@@ -64,6 +66,7 @@ struct Run {
     uint32_t blocks;
     uint32_t data;
     uint32_t unbiased;
+    uint32_t queries;
 };
 
 // Values of keys in turn: their mean is a tie of FP16, or 1.
@@ -77,7 +80,7 @@ std::vector<half> in_turn(uint32_t keys, uint32_t dim, bool tie)
 twin::Report run(const Run& r, bool attends)
 {
     const double scale = 1.0 / std::sqrt(static_cast<double>(r.dim));
-    const pasa::Shape shape{1, 1, 1, kQueries, r.blocks * pasa::kBlockKeys, r.dim};
+    const pasa::Shape shape{1, 1, 1, r.queries, r.blocks * pasa::kBlockKeys, r.dim};
     const size_t numbers = size_t{shape.keys} * r.dim;
     std::vector<half> matrix(pasa::kBlockKeys * pasa::kBlockKeys);  // any does: no count depends on it
     for (uint32_t i = 0; i < pasa::kBlockKeys; ++i) matrix[i * (pasa::kBlockKeys + 1)] = static_cast<half>(scale);
@@ -85,7 +88,7 @@ twin::Report run(const Run& r, bool attends)
     std::vector<half> keys(numbers);
     std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
     std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
-    const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false);
+    const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false, false);
     const pasa::ShiftPointers shift{k.data(),    nullptr,        r.exact ? nullptr : matrix.data(),
                                     keys.data(), r.exact ? anchors.data() : nullptr,
                                     r.exact ? units.data() : nullptr};
@@ -100,7 +103,7 @@ twin::Report run(const Run& r, bool attends)
     pasa::Chip chip = pasa::kChips[2];
     chip.cube_cores = 1;
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
-    const size_t queries = size_t{kQueries} * r.dim;
+    const size_t queries = size_t{r.queries} * r.dim;
     const bool steps = r.data == kWide || r.data == kMoving;
     std::vector<half> q = steps ? std::vector<half>(queries, static_cast<half>(1.0f)) : noise(queries);
     std::vector<half> v = noise(numbers), out(queries);
@@ -108,10 +111,39 @@ twin::Report run(const Run& r, bool attends)
         q.assign(queries, static_cast<half>(0.0f));
         v = in_turn(shape.keys, r.dim, r.unbiased == 2);
     }
-    std::vector<float> lse(kQueries);
+    std::vector<float> lse(r.queries);
     const pasa::AttentionPointers given{q.data(), keys.data(), v.data(),   shift.anchors, shift.units,
-                                        nullptr,  nullptr,     out.data(), lse.data(),    nullptr};
+                                        nullptr,  nullptr,     nullptr,    nullptr,       out.data(),
+                                        lse.data(), nullptr,     nullptr};
     return pasa::AttendOnTwin(r.exact, given, tiling, 1);
+}
+
+// Keys share a bias, so no column leaves its frame; pages are in order.
+twin::Report decode(uint32_t dim, uint32_t blocks, uint32_t heads, uint32_t slots, uint32_t groups)
+{
+    const uint32_t keys = blocks * pasa::kBlockKeys;
+    pasa::Shape shape{1, heads, 1, 1, keys, dim};
+    pasa::Settings settings;
+    settings.scale = 1.0 / std::sqrt(static_cast<double>(dim));
+    settings.has_lengths = slots > 0;
+    pasa::DecodeLayout layout;
+    layout.q_token = layout.q_head = uint64_t{heads} * dim;
+    layout.slots = slots;
+    layout.pages = layout.table_columns = slots > 0 ? pasa::DivideUp(keys, slots) : 0;
+    layout.k = pasa::CacheStrides{uint64_t{slots > 0 ? slots : keys} * dim, dim, dim};
+    layout.v = layout.k;
+    pasa::Chip chip = pasa::kChips[2];
+    chip.cube_cores = groups;
+    const pasa::DecodeTiling tiling = pasa::PlanDecode(shape, layout, settings, chip);
+    const size_t numbers = size_t{keys} * dim, queries = size_t{heads} * dim;
+    std::vector<half> q = noise(queries), k = noise(numbers, 3.0f, 0.25f), v = noise(numbers), out(queries);
+    std::vector<float> lse(heads);
+    std::vector<int32_t> table, lengths{static_cast<int32_t>(keys)};
+    for (uint32_t page = 0; page < layout.pages; ++page) table.push_back(static_cast<int32_t>(page));
+    const pasa::DecodePointers given{q.data(), k.data(), v.data(),   slots > 0 ? table.data() : nullptr,
+                                     slots > 0 ? lengths.data() : nullptr,
+                                     nullptr,  nullptr,  out.data(), lse.data(), nullptr};
+    return pasa::DecodeOnTwin(given, tiling, groups);
 }
 
 std::string plan(bool exact, const pasa::Shape& shape, bool causal)
@@ -148,8 +180,10 @@ int main(int argc, char** argv)
         const pasa::Shape shape{number(3), number(4), number(5), number(6), number(7), number(8)};
         std::puts(plan(number(2) != 0, shape, number(9) != 0).c_str());
     } else if (what == "attend" || what == "shift") {
-        const Run r{number(2) != 0, number(3), number(4), number(5), number(6)};
+        const Run r{number(2) != 0, number(3), number(4), number(5), number(6), number(7) > 0 ? number(7) : kQueries};
         std::puts(run(r, what == "attend").json().c_str());
+    } else if (what == "decode") {
+        std::puts(decode(number(2), number(3), number(4), number(5), number(6)).json().c_str());
     } else {
         return 2;
     }

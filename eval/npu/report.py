@@ -26,13 +26,20 @@ CURVES = "paper-"  # cases drawn over the number of keys: the paper's heads and 
 
 def report(result: Record) -> list[Table | str]:
     """Return the tables and paragraphs of the terminal."""
-    tables = [range_table(result), series_table(result), sensitivity_table(result), tile_table(result, 128)]
+    tables = [range_table(result), decoding_table(result), series_table(result), sensitivity_table(result)]
+    tables.append(tile_table(result, 128))
     return [*tables, share_table(result), case_table(result), claim(result), origin(result)]
 
 
 def appendix(result: Record) -> list[Table]:
     """Return the tables that the Markdown file alone holds."""
-    return [point_table(result), tile_table(result, 64), rounding_table(result), *input_tables(result)]
+    return [
+        prefill_table(result),
+        point_table(result),
+        tile_table(result, 64),
+        rounding_table(result),
+        *input_tables(result),
+    ]
 
 
 def shown(result: Record) -> list[str]:
@@ -59,6 +66,38 @@ def range_table(result: Record) -> Table:
     )
     header = ["allocation", "of fp32 lazy", "of fp32", "without overlap", "TFLOPS", "of the peak", "bound by"]
     return Table("Against FP32 scores", header, rows, note)
+
+
+def decoding_table(result: Record) -> Table:
+    """Return what bounds decoding, how much of its time reads K and V, and its time beside the kernel of prefill."""
+    rows = []
+    for each in result["decode_records"]:
+        keys = "in pages" if each["slots"] else "in a row"
+        engines = ", ".join(f"{name} {us:.0f}" for name, us in each["engines_us"].items())
+        cells = [f"{each['us']:.0f}", each["bound"], percent(each["reading"]), f"{each['ratio']:.1f}", engines]
+        rows.append([each["case"], each["shape"], keys, each["kernel"], *cells])
+    note = (
+        f"{MODEL} `prefill`: the kernel of prefill, after the pass that shifts the keys, and after pages were gathered."
+        " Reading K, V: the time in which HBM gives them once, over the whole time, with launches. Ratio: times as fast"
+        " as `prefill`. us of the slowest engines with perfect overlap, in the attention kernel alone. Bytes are"
+        " counted and not copies, so pages of any size take as long."
+    )
+    header = ["case", "shape", "keys", "kernel", "us", "bound by", "reading K, V", "ratio", "engines, us"]
+    return Table("Decoding", header, rows, note)
+
+
+def prefill_table(result: Record) -> Table:
+    """Return what bounds the kernel of prefill, as it was and as it is."""
+    rows = []
+    for case in result["cases"]:
+        for name in ("exact before", "exact"):
+            (each,) = pick(result["records"], case=case["name"], allocation=name)
+            (before,) = pick(result["records"], case=case["name"], allocation="exact before")
+            share = percent(each["tflops"] / result["peak_tflops"])
+            ratio = f"{before['overlap_ms'] / each['overlap_ms']:.2f}"
+            rows.append([case["name"], case["shape"], name, f"{each['overlap_ms']:.3g}", each["bound"], share, ratio])
+    note = f"{MODEL} Share of the cube's peak, and times as fast as the kernel before, with perfect overlap."
+    return Table("Prefill", ["case", "shape", "kernel", "ms", "bound by", "of the peak", "ratio"], rows, note)
 
 
 def _span(records: Sequence[Record], overlap: str) -> str:
@@ -204,7 +243,8 @@ def rounding_table(result: Record) -> Table:
 
 def input_tables(result: Record) -> list[Table]:
     """Return how well lines fit the counts, the substitutions, and the rates with their sources."""
-    fits = [[name, percent(value)] for name, value in result["fit_residuals"].items()]
+    residuals = result["fit_residuals"] | result["decode_residuals"]
+    fits = [[name, percent(value)] for name, value in residuals.items()]
     lines = [
         [name, line["what"], ", ".join(f"{key} {value:+g}" for key, value in line["change"].items())]
         for name, of_name in result["substitutions"].items()

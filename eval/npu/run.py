@@ -17,7 +17,7 @@ from typing import Any
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.stored import pick
-from pasa.eval.npu import calibration, report
+from pasa.eval.npu import calibration, decoding, report
 from pasa.eval.npu import roofline as model
 from pasa.eval.npu.precision_variants import Fit, Tiles, Work, allocations, fit, substitutions
 from pasa.eval.npu.shares import measure_shares
@@ -109,15 +109,19 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
         counts = count(built, progress)
         plans = {case.name: plan(built, case) for case in CASES}
         roundings = count_roundings(built)
+        decoded = decoding.count(built)
     shares = measure_shares(progress)
     predicted = predict([*counts, *former_counts()], plans, shares)
+    decode_records, decode_residuals = decoding.predict(decoded, fits_of(counts, "shift", decoding.DIM)["exact"])
     compared = calibration.compare()
     lines = {
         name: [{"what": what, "change": change} for what, change in each] for name, each in substitutions(128).items()
     }
     published = model.load_rates()
     checks = {
-        "lines fit the counts": all(each < RESIDUAL_LIMIT for each in predicted["fit_residuals"].values()),
+        "lines fit the counts": all(
+            each < RESIDUAL_LIMIT for each in (*predicted["fit_residuals"].values(), *decode_residuals.values())
+        ),
         "rates fit the measurements": calibration.within_limit(compared),
     }
     return {
@@ -138,6 +142,9 @@ def run_npu_model(progress: output.Report = output.silent) -> Record:
         "plans": plans,
         "counts": counts,
         "roundings": roundings,
+        "decode_counts": decoded,
+        "decode_records": decode_records,
+        "decode_residuals": decode_residuals,
         **predicted,
     }
 

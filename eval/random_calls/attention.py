@@ -19,6 +19,8 @@ from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, guarantee
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, count_wrong_maxima, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces, prepare
+from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import on_310p
 from pasa.ops.attention.options import CHOICES
 from pasa.ops.registry import BACKENDS
 
@@ -41,9 +43,9 @@ Result = tuple[Tensor, Any]
 """Outputs (B, Hq, Sq, D) and log-sum-exps; None in place of these if the call does not ask for them."""
 
 
-def draw(rng: Random) -> Params:
-    """Draw a valid call of any backend."""
-    backend = rng.choices((REFERENCE, SDPA, TRITON, NPU), (600, 373, 4, 23))[0]
+def draw(rng: Random, backend: str | None = None) -> Params:
+    """Draw a valid call of any backend, or of one."""
+    backend = backend or rng.choices((REFERENCE, SDPA, TRITON, NPU), (600, 373, 4, 23))[0]
     small = backend in (TRITON, NPU)
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
@@ -86,6 +88,10 @@ def serve(params: Params, rng: Random) -> Params:
         changed |= {"softmax": "safe"}
     if backend == NPU and params["garbage"] != "query":  # a key that is not finite may reach every row of its head
         changed |= {"garbage": "none"}
+    if backend == NPU and npu_backend.architecture() == on_310p.ARCHITECTURE:
+        changed |= {"recovery": "exact", "beta": None, "softmax": "safe", "overflow": "saturate"}
+        changed |= {name: None for name, feature in FEATURES.items() if feature in on_310p.LACKING}
+        changed |= {"dtype": "float16"} if params["dtype"] == "bfloat16" else {}
     return params | changed | {"diagnose": False}
 
 
@@ -264,9 +270,9 @@ def judged_apart(
     return largest
 
 
-def draw_packed(rng: Random) -> Params:
+def draw_packed(rng: Random, backend: str | None = None) -> Params:
     """Draw sequences one behind the other; one may be empty."""
-    params = draw(rng) | {"mask": "none", "garbage": "none", "batch": 1, "layout": "HND", "diagnose": False}
+    params = draw(rng, backend) | {"mask": "none", "garbage": "none", "batch": 1, "layout": "HND", "diagnose": False}
     count = rng.randint(1, 4)
     rows, keys = ([rng.choice((0, 1, 2, 5, 17, 33)) for _ in range(count)] for _ in range(2))
     rows[0], keys[0] = max(rows[0], 1), max(keys[0], 1)

@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -24,9 +26,12 @@ from pasa.eval.kit.tables import Column, Table
 from pasa.eval.random_calls import attention, derived, kernels, paged
 from pasa.eval.random_calls.backends import NPU, TRITON, absent
 from pasa.eval.random_calls.cases import COUNTS, Case, Kind, Outcome, draw_case, run_case, shrink
+from pasa.ops.attention.ascend import backend as npu_backend
+from pasa.ops.attention.ascend import on_310p
 
 API: dict[str, Kind] = {**attention.KINDS, **paged.KINDS, **derived.KINDS}
 HOW = {TRITON: "Triton interpreted", NPU: "Ascend C on its CPU twin"}
+HOW_310P = "Ascend C for the 310P on its CPU twin"
 REMEDY = {TRITON: "set TRITON_INTERPRET=1", NPU: "set PASA_ASCEND_LIBRARY to what tests/ascend_c/twin_build.py builds"}
 COUNTED = ("group", "data", "values", "mask", "garbage", "dtype", "strides", "recovery", "accumulate", "dim")
 RENAMED = {"blind": "fully-masked"}  # a bound in stored runs
@@ -42,15 +47,21 @@ Judged = tuple[Case, Outcome]
 
 
 def run_fuzz(
-    cases: Number = 12000, seed: Seed = 0, seeds: Seeds = 1, only: Only = None, progress: Report | None = None
+    cases: Number = 12000,
+    seed: Seed = 0,
+    seeds: Seeds = 1,
+    only: Only = None,
+    backend: Annotated[str | None, "Call attention on this backend alone."] = None,
+    progress: Report | None = None,
 ) -> Record:
     """Random calls of the whole API, judged against FP64 and the guarantee; exit 1 if one breaks a bound.
 
     The result holds what `conclude` returns, and counts of ``verdicts``: by kind of call, and by backend.
     """
     environment = describe(torch.device("cpu"))  # of the code that runs, whatever is edited meanwhile
-    drawn = draw_cases(API, cases, seed, only, seeds)
-    judged = list(judge(API, drawn, progress))
+    kinds = API if backend is None else calls_of(backend)
+    drawn = draw_cases(kinds, cases, seed, only, seeds)
+    judged = list(judge(kinds, drawn, progress))
     result = {
         "note": describe_backends({case.params["backend"] for case, each in judged if each.verdict != "absent"}),
         "environment": environment,
@@ -58,8 +69,16 @@ def run_fuzz(
         "seeds": seeds,
         "verdicts": count_verdicts((case.kind, each) for case, each in judged),
         "backends": count_verdicts((case.params["backend"], each) for case, each in judged),
-    }
-    return result | conclude(API, drawn, judged)
+    } | ({} if backend is None else {"backend": backend})
+    return result | conclude(kinds, drawn, judged)
+
+
+def calls_of(backend: str) -> dict[str, Kind]:
+    """Return the kinds of calls of attention, all on one backend."""
+    if backend not in (names := [status.name for status in pasa.backends()]):
+        raise ValueError(f"backend={backend!r} is not one of {sorted(names)}")
+    draws = {"attention": attention.draw, "attention_varlen": attention.draw_packed}
+    return {name: replace(attention.KINDS[name], draw=partial(draw, backend=backend)) for name, draw in draws.items()}
 
 
 def run_soak(
@@ -188,7 +207,8 @@ def record(case: Case, outcome: Outcome) -> Record:
 
 def describe_backends(ran: set[str]) -> str:
     """Return a note: the backends that ran besides the reference, and how to enable those that are absent."""
-    others = ", ".join(how for name, how in HOW.items() if name in ran)
+    here = HOW | ({NPU: HOW_310P} if npu_backend.architecture() == on_310p.ARCHITECTURE else {})
+    others = ", ".join(how for name, how in here.items() if name in ran)
     missing = ", ".join(f"{name} ({remedy})" for name, remedy in REMEDY.items() if absent(name) is not None)
     note = "random calls on a CPU" + (f": {others}" if others else "") + "; nothing was run on a GPU or an NPU"
     return note + (f"; absent: {missing}" if missing else "")
@@ -243,6 +263,7 @@ def failures(result: Record) -> list[str]:
 def verdict(result: Record) -> str:
     """Return what the exit status says."""
     gate, seeds, command = result["gate"], result.get("seeds", 1), "pasa eval fuzz"
+    command += f" --backend {result['backend']}" if "backend" in result else ""
     seed = f"--seed {result['seed']}" + f" --seeds {seeds}" * (seeds > 1)
     if result["experiment"] == "soak":
         command = f"pasa bench soak --backend {result['backend']}" + " --small" * result["small"]

@@ -1,7 +1,12 @@
 """Programs for the CPU twin, compiled once per session however many test processes there are."""
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from pasa.ops import registry
+from pasa.ops.attention.ascend import backend as npu_backend
 from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build, build_library
 
 
@@ -34,6 +39,24 @@ def npu_library(twin_folder):
     """The library of torch.ops.pasa.npu_*, its kernels on the CPU twin and its tensors the CPU's: what
     scripts/build_ascend.sh makes of a CANN and a torch_npu that are not there."""
     return build_library(twin_folder)
+
+
+@pytest.fixture(scope="session")
+def npu_310p_library(shared_folder):
+    """The same for the Ascend 310P: torch.ops.pasa.npu_310p_*."""
+    return build_library(shared_folder / "twin_310p", "Ascend310P3")
+
+
+@pytest.fixture
+def npu(npu_library, monkeypatch):
+    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
+    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
+    npu_backend.library_error.cache_clear()
+    assert npu_backend.library_error() is None  # loads it
+    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
+    monkeypatch.setitem(registry.BACKENDS, "npu", record)
+    yield torch.ops.pasa
+    npu_backend.library_error.cache_clear()
 
 
 @pytest.fixture

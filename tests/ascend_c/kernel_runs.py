@@ -12,6 +12,7 @@ from torch import Tensor
 from pasa.eval.check_device.npu.probes import INTEGERS
 from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
+from pasa.ops.attention.ascend.masks import find_visits
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec import scores
@@ -43,6 +44,9 @@ class Call:
     lengths: Tensor | None = None
     sinks: Tensor | None = None
     scale: float | None = None
+    window: tuple[int, int] = operator_call.NO_WINDOW
+    largest: bool = False  # also the largest score of each row
+    mask: Tensor | None = None  # bool (B or 1, H or 1, Sq or 1, Skv)
     unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
     @property
@@ -53,13 +57,33 @@ class Call:
     def blocks(self) -> int:
         return -(-self.k.shape[2] // BLOCK)
 
+    @property
+    def begins_anywhere(self) -> bool:
+        return self.mask is not None or self.window[0] >= 0
+
+    @property
+    def anchor_rows(self) -> int:
+        return 3 if self.begins_anywhere else 2
+
+    def mask_settings(self) -> dict[str, int]:
+        """Return the strides of the mask, and the entries of its table."""
+        if self.mask is None:
+            return {}
+        names = ("batch_stride", "head_stride", "row_stride")
+        strides = (0 if self.mask.shape[axis] == 1 else self.mask.contiguous().stride(axis) for axis in range(3))
+        entries = {"mask_batches": self.mask.shape[0], "mask_heads": self.mask.shape[1]}
+        return entries | dict(zip(names, strides, strict=True))
+
     def settings(self) -> dict[str, Any]:
         """Return the settings that a program needs."""
         batch, heads, rows, dim = self.q.shape
         kv_heads, keys = self.k.shape[1:3]
         shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
         how = {"causal": int(self.causal), "exact": int(self.exact)}
-        how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks")}
+        how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks", "mask")}
+        how |= {"left": self.window[0], "right": self.window[1], "begins_anywhere": int(self.begins_anywhere)}
+        how["largest"] = int(self.largest)
+        how |= self.mask_settings()
         rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
         how |= rounding if self.unbiased else {}
         return shape | how | {"overflow": OVERFLOW[self.overflow], "scale": repr(self.softmax_scale)}
@@ -87,6 +111,8 @@ def input_arrays(x: Call) -> dict[str, np.ndarray]:
         result["lengths"] = array(x.lengths.int())
     if x.sinks is not None:
         result["sinks"] = array(x.sinks.float())
+    if x.mask is not None:
+        result |= {"mask": array(x.mask.byte()), "visits": array(find_visits(x.mask, x.q.shape[2]))}
     if not x.exact:
         result["k"] = array(whole_blocks(x.k, BLOCK))
         result["matrix"] = array(matrix_of(x)[0])
@@ -107,7 +133,7 @@ def launch_shift(program: Program, x: Call, **options: Any) -> Run:
     if report["ok"]:
         result.arrays["keys"] = read(program, "keys", np.float16, (batch, heads, keys, -1))
     if report["ok"] and x.exact:
-        result.arrays["anchors"] = read(program, "anchors", np.float16, (batch, heads, 2 * x.blocks, dim))
+        result.arrays["anchors"] = read(program, "anchors", np.float16, (batch, heads, x.anchor_rows * x.blocks, dim))
         result.arrays["units"] = read(program, "units", np.float32, (batch, heads, x.blocks, 8))
     return result
 
@@ -123,7 +149,8 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
     if report["ok"]:
         batch, heads, rows, _ = x.q.shape
         result.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
-        result.arrays["lse"] = read(program, "lse", np.float32, x.q.shape[:3])
+        for name in ("lse", "largest") if x.largest else ("lse",):
+            result.arrays[name] = read(program, name, np.float32, x.q.shape[:3])
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
@@ -164,10 +191,11 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     unit = scores.scale_unit(x.softmax_scale)
     result = [shift_exact(b, unit) for b in blocks]
     frame = result[0].anchor
-    rows = [frame, result[0].mean_residual]
-    for block in result[1:]:
+    rows = []
+    for index, block in enumerate(result):
         frame = scores.next_frame(frame, block.anchor)
-        rows += [frame, block.anchor - frame]
+        rows += [frame, block.anchor - frame if index else block.mean_residual]
+        rows += [block.mean_residual] if x.begins_anywhere else []
     keys = torch.cat([block.keys for block in result], 2)
     units = torch.cat([block.unit for block in result], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
@@ -178,7 +206,12 @@ def seen(x: Call) -> Tensor:
     rows, keys = x.q.shape[2], x.k.shape[2]
     row, key = torch.arange(rows).unsqueeze(1), torch.arange(keys)
     visible = (key <= row + keys - rows) if x.causal else torch.ones(rows, keys, dtype=torch.bool)
+    if x.window[0] >= 0:
+        visible &= key >= row + keys - rows - x.window[0]
+    if x.window[1] >= 0:
+        visible &= key <= row + keys - rows + x.window[1]
     visible = visible.expand(x.q.shape[0], 1, rows, keys)
+    visible = visible if x.mask is None else visible & x.mask
     return visible if x.lengths is None else visible & (key < x.lengths.view(-1, 1, 1, 1))
 
 
@@ -188,22 +221,26 @@ def attend_by_reference(x: Call) -> Run:
     Each vector core decides for its 64 rows if a tile comes in FP32.
     """
     options = AttentionOptions(recovery="exact" if x.exact else "paper", block_q=HALF_ROWS, overflow=x.overflow)
-    mask = None if x.lengths is None else seen(x)
+    mask = x.mask if x.lengths is None else seen(x)
     wide = torch.full((*x.q.shape[:3], x.k.shape[2]), torch.nan)
     model = scores.ExactScores if x.exact else scores.PaperScores
     make_tile = model.tile
+    whole = mask is None or (x.lengths is None and bool(mask.any(2).any(1).all()))
 
     def kept(self: Any, block: Block) -> ScoreTile:
         tile = make_tile(self, block)
         start = block.index * BLOCK
-        if x.lengths is None:  # otherwise batch entries come one by one
-            wide[:, :, block.rows_before :, start : start + BLOCK] = tile.stored.flatten(1, 2)
+        if whole:  # otherwise batch entries come one by one, without the keys that no row sees
+            rows = slice(block.rows_before, block.rows_before + block.q.shape[-2])
+            wide[:, :, rows, start : start + BLOCK] = tile.stored.flatten(1, 2)
         return tile
 
     try:
         model.tile = kept
         is_causal = x.causal and x.lengths is None
-        call = operator_call.Call(x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask, sinks=x.sinks)
+        call = operator_call.Call(
+            x.q, x.k, x.v, x.softmax_scale, options, is_causal, mask, sinks=x.sinks, window=x.window
+        )
         out, lse, *_ = reference.attend(call)
     finally:
         model.tile = make_tile

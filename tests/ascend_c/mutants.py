@@ -27,8 +27,8 @@ BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re
 # Each entry breaks one rule of the arithmetic: the statement, and its replacement.
 RULES = {
     "first tile below its guess is not rescued": (
-        "seeing.Absolute(Number(kReached), Number(kTop));",
-        "seeing.Scale(Number(kReached), Number(kTop), 1.0f);",
+        "if (guessed != 0)",
+        "if (false)",
     ),
     "a reference above the running maximum is not tested": (
         "seeing.Larger(Number(kReached), Number(kTop), Number(slot, kRaised));",
@@ -39,7 +39,7 @@ RULES = {
         "return false;",
     ),
     "a reference too high for a term is not clamped": (
-        "all_.AtMost(high, rho, highest_ < kHalfLargest ? highest_ : kHalfLargest);",
+        "all_.AtMost(high, rho, kHalfLargest);",
         "all_.Scale(high, rho, 1.0f);",
     ),
     "a reference too low for a term is not clamped": (
@@ -47,22 +47,41 @@ RULES = {
         "",
     ),
     "a reference too high for both terms is not clamped": (
-        "all_.AtMost(rest, rho, highest_);",
+        "all_.AtMost(rest, rho, 2 * kHalfLargest);",
         "all_.Scale(rest, rho, 1.0f);",
     ),
     "a reference too low for both terms is not clamped": ("all_.AtLeast(rest, rest, lowest_);", ""),
     "a reference far below 0 is not clamped": ("if (kFarthest < 2 * kHalfLargest * factor)", "if (false)"),
-    "a guess far above 0 is not clamped": ("if (is_guess)", "if (false)"),
+    "a guess far above 0 is not clamped": ("RowMath(guessed_).AtMost(rho, rho, -lowest_);", ""),
     "weights are not bounded by the maximum of their tile": (
         "all.Larger(shift, row_sum, top);",
         "all.Scale(shift, row_sum, 1.0f);",
     ),
     "a fully masked row keeps the result of masked keys": (
-        "AscendC::Duplicate(Output(i), 0.0f, without_keys * t_.dim);",
+        "AscendC::Duplicate(Output(i)[r * t_.dim], 0.0f, static_cast<int32_t>(t_.dim));",
         "",
     ),
+    "a window's left edge is not applied": (
+        "if (tasks_.Before(first_row + rows - 1) <= first_key)",
+        "if (true)",
+    ),
+    "a window hides its last key too": (
+        "HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key, kBlockKeys), kHidden);",
+        "HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key + 1, kBlockKeys), kHidden);",
+    ),
+    "a mask is not applied": (
+        """AscendC::Compares(bits[first * kBlockKeys / 8], numbers, static_cast<half>(0.0f), AscendC::CMPMODE::NE,
+                              here * kBlockKeys);""",
+        """AscendC::Compares(bits[first * kBlockKeys / 8], numbers, static_cast<half>(0.0f), AscendC::CMPMODE::GE,
+                             here * kBlockKeys);""",
+    ),
+    "a mask is that of the first head": (
+        "at += task.head % t_.heads * t_.mask.head_stride;",
+        "",
+    ),
+    "a mask is that of the first batch entry": ("at += task.batch * t_.mask.batch_stride;", ""),
     "a sink takes no share of the weights": ("all.Multiply(sum, sum, apart);", ""),
-    "the log-sum-exp is below a sink": ("all.AtLeast(maximum, maximum, sink);", ""),
+    "the log-sum-exp is below a sink": ("all.Larger(maximum, maximum, sink);", ""),
     "sinks are counted over batch entries": (
         "sink = sinks_.GetValue(task.head % t_.heads);",
         "sink = sinks_.GetValue(task.head);",
@@ -136,6 +155,40 @@ RULES = {
         "seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));",
         "all.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot)); seeing = all;",
     ),
+    "rows that see no key of a block move the reference": (
+        "all.Set(Number(kGap), 0.0f);",
+        "all.Set(Number(kGap), kNothing);",
+    ),
+    "largest scores stay in the frame of their block": (
+        "seeing.Add(Number(kBest), Number(kBest), Number(kFirst));",
+        "",
+    ),
+    "largest scores lack the offset of their block": ("seeing.Add(here, here, Number(slot, kOffset));", ""),
+    "the largest score is that of the last block": (
+        "seeing.Larger(Number(kBest), Number(kBest), here);",
+        "seeing.Scale(Number(kBest), here, 1.0f);",
+    ),
+    "largest scores lack their frame": (
+        "all.Add(largest, Number(kBest), frame);",
+        "all.Scale(largest, Number(kBest), 1.0f);",
+    ),
+    "a fully masked row has a largest score": ("never.SetBits(largest, kMinusInfinity);", ""),
+    "a row that begins holds what it referred to": ("RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);", ""),
+    "a row's second tile does not refer to the guess of its first": (
+        "RowMath(late_).Scale(Number(0, kMaximum), Number(other, kOffset), 1.0f);",
+        "",
+    ),
+    "a guess stays in the frame of its block": ("RowMath(late_).Scale(Number(0, kFrame), Framed(other), 1.0f);", ""),
+    "a row's first tile does not refer to its guess": ("RowMath(begin_).Scale(rho, p_.guess, 1.0f);", ""),
+    "a reference is kept for rows that begin": ("if ((begin_ | late_) != 0)", "if (false)"),
+    "the first block that a tile visits has no offset": (
+        "all.Scale(Number(kNext), in[kHalfRows], has_offset ? unit : 0.0f);",
+        "all.Set(Number(kNext), 0.0f);",
+    ),
+    "a row that is computed twice has no mask of its own": (
+        "LoadMaskRows(bytes[kBlockKeys], mask_[at], 1, count);",
+        "",
+    ),
     "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),
     "the cosine of place 3 is not tested": ("all.Larger(low_, low_, cosine);", ""),
     "the sine of place 3 is not tested": ("all.Larger(high_, high_, sine);", ""),
@@ -182,6 +235,42 @@ RULES = {
         "ShiftLeft(Left(), Left(), dropped_, columns);",
         "ShiftLeft(Left(), Left(), 0, columns);",
     ),
+    "a column stays in a frame that is far from a key": ("AscendC::Sub(frame, frame, far, n);", ""),
+    "keys above a frame are not tested": (
+        "AscendC::Max(far, far, low, n);",
+        "AscendC::Maxs(far, low, 0.0f, n);",
+    ),
+    "keys below a frame are not tested": ("AscendC::Max(far, far, low, n);", ""),
+    "a maximum is not carried where columns leave a frame": ("all.Add(maximum, maximum, Number(kCarry));", ""),
+    "a frame is carried again and again": (
+        "AscendC::Sub(Columns(kFrame), Columns(kFrame), Columns(kMoved), a_.dim);",
+        "",
+    ),
+    "parts are not brought into a common frame": ("if (FindMove(part.frame, true))", "if (false)"),
+    "the common frame is that of the first part above 0": ("AscendC::Min(above, above, to_above, a_.dim);", ""),
+    "the common frame is that of the first part below 0": ("AscendC::Max(below, below, to_below, a_.dim);", ""),
+    "parts are not weighed": ("all.Exponential(other, other);", "all.Set(other, 1.0f);"),
+    "sums of parts are not weighed": ("all.Multiply(sum, sum, other);", ""),
+    "weights are not lifted": ("AscendC::Muls(tile_, tile_, kDecodeLift, rows * kBlockKeys);", ""),
+    "a decoded maximum falls": ("all.Larger(next, Number(kTop), maximum);", "all.Scale(next, Number(kTop), 1.0f);"),
+    "keys beyond a token's last have weight": ("if (kept < kBlockKeys)", "if (false)"),
+    "keys beyond the last have weight": ("if (!partial)", "if (false)"),
+    "tokens that see no key keep the result of masked keys": (
+        "AscendC::Duplicate(o_, 0.0f, without_keys * a_.dim);",
+        "",
+    ),
+    "sinks are counted from the vector core's first row": (
+        "RowMath(r, r + 1).Set(Number(kSink), sinks_.GetValue(item.head * t_.group + (skipped_ + r) % t_.group));",
+        "RowMath(r, r + 1).Set(Number(kSink), sinks_.GetValue(item.head * t_.group + r % t_.group));",
+    ),
+    "tokens of a sequence in pages are aligned to the end of its table": (
+        "shift_ = static_cast<int64_t>(t_.has_table ? keys_ : a_.keys) - tokens_;",
+        "shift_ = static_cast<int64_t>(a_.keys) - tokens_;",
+    ),
+    "page numbers are not clamped": (
+        "page = Clamped(table_.GetValue(uint64_t{item.sequence} * columns_ + index), pages_ - 1);",
+        "page = table_.GetValue(uint64_t{item.sequence} * columns_ + index);",
+    ),
     "the overflow mode is not set": (
         "AscendC::SetSaturationFlag<AscendC::SaturationMode::FLOAT>(saturates);",
         "",
@@ -224,20 +313,23 @@ def chosen(right: str, wrong: str, number: int) -> str:
     return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
 
 
-def write_mutants(folder: Path) -> list[Mutant]:
-    """Write the kernels into `folder`/kernel, with a switch at every place that has a mutant.
+def write_mutants(folder: Path, sources: str = "*.h", rules: dict[str, tuple[str, str]] = RULES) -> list[Mutant]:
+    """Write the kernels into `folder`/kernel, with a switch at every place of `sources` that has a mutant.
 
     Raises
     ------
     ValueError
-        If a statement of `RULES` is in no kernel.
+        If a statement of `rules` is in none of these sources.
     """
     mutants: list[Mutant] = []
-    (folder / "kernel").mkdir(parents=True)
+    folder.mkdir(parents=True)
     for name in ("twin", "tiling"):
         (folder / name).symlink_to(ASCEND_C / name)
-    shutil.copytree(ASCEND_C / "binding", folder / "binding")  # its includes are to find the kernels of `folder`
-    for source in sorted((ASCEND_C / "kernel").glob("*.h")):
+    for name in ("binding", "kernel"):  # the includes of the binding are to find the kernels of `folder`
+        shutil.copytree(ASCEND_C / name, folder / name)
+    with open(folder / "kernel" / "port.h", "a", encoding="utf-8") as port:
+        port.write(SWITCH)
+    for source in sorted((ASCEND_C / "kernel").glob(sources)):
         text = source.read_text(encoding="utf-8")
 
         def note(match: re.Match[str], what: str, name: str = source.name, text: str = text) -> int:
@@ -252,14 +344,13 @@ def write_mutants(folder: Path) -> list[Mutant]:
             return f"{match[1]}pasa_shrunk({match[2]}, {note(match, what)}));"
 
         changed = BUFFER.sub(shrink, CALL.sub(leave_out, text))
-        for what, (right, wrong) in RULES.items():
+        for what, (right, wrong) in rules.items():
             if right not in text:
                 continue
             mutants.append(Mutant(len(mutants) + 1, source.name, text.count("\n", 0, text.index(right)) + 1, what))
             changed = changed.replace(right, chosen(right, wrong, len(mutants)), 1)
-        if source.name == "port.h":
-            changed += SWITCH
-        (folder / "kernel" / source.name).write_text(changed, encoding="utf-8")
-    if missing := RULES.keys() - {mutant.what for mutant in mutants}:
+        if source.name != "port.h":
+            (folder / "kernel" / source.relative_to(ASCEND_C / "kernel")).write_text(changed, encoding="utf-8")
+    if missing := rules.keys() - {mutant.what for mutant in mutants}:
         raise ValueError(f"no kernel has the statements of: {sorted(missing)}")
     return mutants

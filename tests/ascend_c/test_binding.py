@@ -1,6 +1,5 @@
 """The binding: what it refuses, the shapes it makes, and its kernels' results, on the CPU twin in place of an NPU."""
 
-import dataclasses
 import re
 from importlib import metadata
 from pathlib import Path
@@ -10,9 +9,9 @@ import torch
 from torch.library import opcheck
 
 import pasa
-from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
+from pasa.ops.attention.ascend.masks import find_visits
 from pasa.ops.attention.spec.shift_keys import shift_exact, shift_paper, whole_blocks
 from tests.adversarial_search import Genes, badness
 from tests.inputs import max_error, normal_qkv
@@ -28,18 +27,6 @@ HALF_ULP = 2.0**-11  # of an output near 1
 LSE_BOUND = {"exact": 1e-3, "paper": 1e-3 + 63 * 2.0**-9 / 128}
 
 
-@pytest.fixture
-def npu(npu_library, monkeypatch):
-    """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
-    npu_backend.library_error.cache_clear()
-    assert npu_backend.library_error() is None  # loads it
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield torch.ops.pasa
-    npu_backend.library_error.cache_clear()
-
-
 def test_the_backend_is_available(npu):
     status = next(line for line in pasa.backends() if line.name == "npu")
     assert status.available
@@ -48,7 +35,7 @@ def test_the_backend_is_available(npu):
 
 def test_the_library_says_what_it_was_built_with(npu_library):
     """The build script writes what it finds; the versions of CANN and torch_npu are those of the mocks."""
-    here = {"torch": metadata.version("torch"), "torch_npu": "2.9.0", "cann": "9.1.0"}
+    here = {"torch": metadata.version("torch"), "torch_npu": "2.9.0", "cann": "9.1.0", "arch": "dav-2201"}
     assert build_record.built_with(npu_library) == here
 
 
@@ -229,7 +216,7 @@ def test_keys_of_the_published_recovery(npu, keys):
 def test_exact_shift_keeps_the_keys(npu, scale):
     """K' of the exact recovery has the bits of the reference, and so has the kernels' share of the scale."""
     k = torch.randn(1, 2, 200, 48).half() + 5
-    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False)
+    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False, False)
     assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 48), (1, 2, 4, 48), (1, 2, 2, 8))
     unit = min(1.0, 2.0 ** torch.tensor(scale).log2().add(0.5).floor().item())
     first = shift_exact(k[:, :, :128].float(), unit)
@@ -252,9 +239,59 @@ def call_arguments(**changed):
         "units": torch.ones(2, 2, 2, 8),
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
         "sinks": torch.zeros(4),
+        "mask": None,
+        "visits": None,
     }
-    numbers = {"is_causal": False, "scale": 1.0, "invariance": 0.0, "saturate": False}
-    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | changed
+    numbers = {"is_causal": False, "left": -1, "right": -1, "scale": 1.0, "invariance": 0.0, "saturate": False}
+    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False, "largest_scores": False} | changed
+
+
+def masked_arguments(**changed):
+    """Arguments in order of a call with a mask."""
+    mask = torch.ones(2, 1, 20, 150, dtype=torch.bool)
+    table = {"mask": mask.expand(2, 4, 20, 150), "visits": find_visits(mask, 20)}
+    anchors = torch.zeros(2, 2, 6, 32, dtype=torch.float16)
+    return call_arguments(**{"anchors": anchors, "lengths": None, **table} | changed)
+
+
+BOOL = {"dtype": torch.bool}
+MASKS_REFUSED = [
+    ({"mask": torch.ones(2, 4, 20, 150)}, TypeError, "mask is Float, expected Bool"),
+    (
+        {"mask": torch.ones(2, 1, 20, 150, **BOOL)},
+        ValueError,
+        r"mask has shape \[2, 1, 20, 150\], expected \[2, 4, 20, 150\]: expand it",
+    ),
+    (
+        {"mask": torch.ones(2, 4, 150, 20, **BOOL).mT},
+        ValueError,
+        "mask has a stride of 20 between keys, expected 1",
+    ),
+    (
+        {"mask": torch.ones(6000, **BOOL).as_strided((2, 4, 20, 150), (0, 600, 30, 1))},
+        ValueError,
+        "mask has a stride of 30 between rows, expected 0 or at least 150",
+    ),
+    ({"visits": None}, ValueError, "mask and visits come together"),
+    ({"visits": torch.zeros(2, 1, 1, 3, 3)}, TypeError, "visits is Float, expected Long"),
+    (
+        {"visits": torch.zeros(2, 2, 1, 3, 3).long()},
+        ValueError,
+        r"visits has shape \[2, 2, 1, 3, 3\], expected \[2, 4, 1, 3, 3\]",
+    ),
+    ({"anchors": torch.zeros(2, 2, 4, 32).half()}, ValueError, r"anchors has shape .* expected \[2, 2, 6, 32\]"),
+    ({"is_causal": True}, ValueError, "a mask comes alone"),
+    ({"left": 3}, ValueError, "a mask comes alone"),
+    ({"right": 3}, ValueError, "a mask comes alone"),
+    ({"lengths": torch.tensor([150, 70], dtype=torch.int32)}, ValueError, "a mask comes alone"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "sentence"), MASKS_REFUSED, ids=[each[2] for each in MASKS_REFUSED])
+def test_masks_that_do_not_fit_are_refused(npu, changed, error, sentence):
+    npu.npu_attention(*masked_arguments().values())
+    with pytest.raises(error, match=sentence):
+        npu.npu_attention(*masked_arguments(**changed).values())
 
 
 REFUSED = [
@@ -275,6 +312,11 @@ REFUSED = [
     ({"lengths": torch.tensor([150, 70])}, TypeError, "lengths is Long, expected Int"),
     ({"sinks": torch.zeros(4).half()}, TypeError, "sinks is Half, expected Float"),
     ({"sinks": torch.zeros(2)}, ValueError, r"sinks has shape \[2\], expected \[4\]"),
+    (
+        {"anchors": None, "units": None, "lengths": None, "sinks": None, "largest_scores": True},
+        ValueError,
+        "the published recovery returns no largest scores",
+    ),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
@@ -288,10 +330,12 @@ def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
         npu.npu_attention(*call_arguments(**changed).values())
 
 
-def test_the_published_recovery_takes_no_lengths(npu):
-    changed = call_arguments(anchors=None, units=None, keys=torch.zeros(2, 2, 150, 32).half())
-    with pytest.raises(ValueError, match="the published recovery takes no lengths"):
-        npu.npu_attention(*changed.values())
+@pytest.mark.parametrize("what", ["lengths", "windows", "masks"])
+def test_the_published_recovery_takes_no_lengths_windows_or_masks(npu, what):
+    given = {"lengths": call_arguments(), "windows": call_arguments(left=3, lengths=None), "masks": masked_arguments()}
+    published = {"anchors": None, "units": None, "sinks": None, "keys": torch.zeros(2, 2, 256, 32).half()}
+    with pytest.raises(ValueError, match=f"the published recovery takes no {what}"):
+        npu.npu_attention(*(given[what] | published).values())
 
 
 @pytest.mark.parametrize(
@@ -308,19 +352,25 @@ def test_the_matrix_fits_whole_blocks(npu, keys, matrix, sentence):
 
 
 @pytest.mark.parametrize(
-    ("soc", "served"),
-    [("Ascend910B1", True), ("Ascend910B2C", True), ("Ascend910B4-1", True), ("Ascend310P3", False), ("", False)],
+    ("soc", "refused"),
+    [
+        ("Ascend910B1", ""),
+        ("Ascend910B2C", ""),
+        ("Ascend910B4-1", ""),
+        ("Ascend310P3", "the library was built for Atlas A2, and this chip is an Ascend310P3: run `pasa build-ascend`"),
+        ("", "no kernel was written for this chip, '': only for Ascend910B1 to B4 and the Ascend 310P"),
+    ],
 )
-def test_chips(npu, monkeypatch, soc, served):
+def test_chips(npu, monkeypatch, soc, refused):
     monkeypatch.setenv("FAKE_SOC", soc)
     npu_backend.library_error.cache_clear()
-    if served:
+    if not refused:
         assert npu_backend.library_error() is None
         npu.npu_attention(*call_arguments().values())
     else:
         why = npu_backend.library_error()  # so that a call which names no backend is served by another
-        assert why == f"no kernel was written for this chip, '{soc}': only for Ascend910B1 to B4"
-        with pytest.raises(NotImplementedError, match=f"no kernel was written for this chip, '{soc}'"):
+        assert why.startswith(refused)
+        with pytest.raises(NotImplementedError, match=re.escape(refused)):
             npu.npu_attention(*call_arguments().values())
 
 
@@ -339,13 +389,14 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 @pytest.mark.parametrize("keys", [1, 128, 150])
 def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
     k = torch.randn(2, 2, keys, 32).half()
-    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False), test_utils=CHECKS)
+    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False, True), test_utils=CHECKS)
     matrix, _ = npu_backend.paper_matrix(1.0, None, k.device)
     opcheck(npu.npu_shift_paper.default, (whole_blocks(k, 128), matrix, False), test_utils=CHECKS)
 
 
 def test_shapes_of_outputs_are_known_without_data(npu):
     opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
+    opcheck(npu.npu_attention.default, tuple(masked_arguments(largest_scores=True).values()), test_utils=CHECKS)
 
 
 # ---- what only an NPU compiles: names alone
@@ -359,7 +410,8 @@ def fields(path, struct):
 
 def test_entries_hand_every_pointer_on():
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
-    for struct, binding in (("Arguments", "AttentionPointers"), ("ShiftArguments", "ShiftPointers")):
+    structs = {"Arguments": "AttentionPointers", "ShiftArguments": "ShiftPointers", "DecodeArguments": "DecodePointers"}
+    for struct, binding in structs.items():
         members = fields("kernel/arguments.h", struct)
         assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
         assert all(f"arguments.{name} = " in entries for name in members)
@@ -374,20 +426,21 @@ def test_entries_call_what_there_is():
     for name in re.findall(r"^void (Launch\w+)\(", entries, re.MULTILINE):
         assert any(f"void {name}(" in header for header in headers)
     called = re.findall(r"^    pasa::(\w+)(?:<kExact>)?\(arguments, tiling\);", entries, re.MULTILINE)
-    assert called == ["PasaAttention", "ShiftExact", "ShiftPaper"]
+    assert called == ["PasaAttention", "PasaDecode", "ShiftExact", "ShiftPaper"]
     for name in called:
         assert any(f"inline void {name}(const " in header for header in headers)
 
 
 def test_attributes_of_entries():
-    """Attention: a cube core with its two vector cores. SyncAll among vector cores: documented as `__mix__(0, 1)`, in
-    batch mode, or two streams could wait for each other for ever."""
+    """Attention: a cube core with its two vector cores. SyncAll among vector cores: in batch mode, or two streams could
+    wait for each other for ever; where there are vector cores alone it is documented as `__mix__(0, 1)`."""
     entries = (SOURCES / "kernel" / "pasa.asc").read_text(encoding="utf-8")
     result = dict(re.findall(r"^(.*__global__ .*) void (\w+)\(GM_ADDR", entries, re.MULTILINE))
     assert {name: attributes for attributes, name in result.items()} == {
         "pasa_attention": "__global__ __mix__(1, 2)",
+        "pasa_decode": "__schedmode__(1) __global__ __mix__(1, 2)",
         "pasa_shift_exact": "__schedmode__(1) __global__ __mix__(0, 1)",
         "pasa_shift_paper": "__global__ __cube__",
     }
     syncs = {path.name for path in (SOURCES / "kernel").glob("*.h") if "SyncAll()" in path.read_text(encoding="utf-8")}
-    assert syncs == {"shift_exact.h"}
+    assert syncs == {"shift_rows.h", "decode_vector.h"}

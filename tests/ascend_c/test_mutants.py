@@ -4,7 +4,7 @@ A mutant is caught if a launch ends in a fault or returns other bits than the un
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests import unlike_keys
 from tests.adversaries import sunken
+from tests.ascend_c.decode_runs import Pages, launch_decode, put_into_pages
 from tests.ascend_c.kernel_runs import (
     BLOCK,
     Call,
@@ -119,6 +120,36 @@ def below_the_guess():
     return x
 
 
+def drawn_mask(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.5
+
+
+def begins_anywhere(sparse=False):
+    """Return a call whose rows begin at any block, for which anchors and frames differ.
+
+    Some rows see nothing. If it is sparse, later blocks are visited where some rows still see nothing, and one tile's
+    first block is not the first one.
+    """
+    x = random_call(1, 1, 1, 390, 640, 64)
+    row, key = torch.arange(390).unsqueeze(1), torch.arange(640)
+    first = row * 7 % 5 * 128 + row * 29 % 128  # some rows see one key of their first block
+    mask = (key >= first) & (row % 50 > 0)
+    if sparse:
+        mask &= (key // 128 + row // 7) % 3 > 0
+        mask[128:256, :200] = False
+        mask[256:, 128:384] = False
+    biases = torch.tensor([40.0, -30.0, 60.0, 50.0, 0.0]).repeat_interleave(128)
+    x.k.add_(biases.view(1, 1, 640, 1))
+    return replace(x, mask=mask.expand(1, 1, 390, 640).contiguous())
+
+
+def begins_without_anchors():
+    """Keys without anchors, whose references are kept, and rows that begin after two blocks which move none."""
+    x = rising()
+    row, key = torch.arange(40).unsqueeze(1), torch.arange(7 * BLOCK)
+    return replace(x, mask=(key >= row % 2 * 4 * BLOCK).view(1, 1, 40, 7 * BLOCK))
+
+
 def saturating():
     """Scores of the published recovery beyond FP16."""
     x = random_call(1, 1, 1, 70, 300, 64, exact=False, overflow="saturate")
@@ -167,9 +198,56 @@ CALLS = [
     many_blocks(),
     far_guess(),
     random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -torch.inf])),  # rows that see nothing
+    random_call(1, 1, 1, 300, 300, 64, window=(40, 3)),  # rows that begin at any block
+    begins_anywhere(),
+    begins_anywhere(sparse=True),
+    begins_without_anchors(),
+    replace(begins_anywhere(), largest=True),
+    replace(opposite_blocks(1), largest=True),
+    random_call(1, 1, 1, 70, 130, 64, causal=True, largest=True),  # a frame that stays
+    random_call(2, 2, 1, 65, 183, 64, mask=drawn_mask(2, 2, 65, 183)),
+    random_call(1, 1, 1, 129, 183, 256, mask=drawn_mask(1, 1, 1, 183)),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below
+]
+
+
+def leaving_columns():
+    """Keys with a bias in all columns, which leave the frame at different blocks, upwards and downwards."""
+    x = random_call(1, 5, 1, 3, 7 * BLOCK + 9, 128, causal=True)
+    x.q.mul_(0.2)
+    x.k.copy_((x.k - 3) / 8 + 30 * (1 - 2 * (torch.arange(128) % 2)))
+    for block, column in ((0, 1), (2, 4), (3, 70), (4, 125), (6, 8)):
+        x.k[:, :, block * BLOCK : (block + 1) * BLOCK, column] *= (block % 2) * 2
+    return x
+
+
+def mixed_batch(slots):
+    """A token, a prompt, no query, a prompt longer than its keys, and a sequence without keys."""
+    x = random_call(5, 4, 2, 40, 290, 64, causal=True, lengths=torch.tensor([290, 200, 50, 10, 0]))
+    return x, put_into_pages(x, slots, [0, 1, 34, 34, 51, 53])
+
+
+def wrong_pages():
+    """Page numbers beyond the cache at either end."""
+    x = random_call(1, 2, 1, 1, 300, 64)
+    pages = put_into_pages(x, 64)
+    pages.table[0, 1], pages.table[0, 3] = 100000, -1
+    return x, Pages(pages.q, pages.k.nan_to_num(), pages.v.nan_to_num(), pages.table, pages.lengths)
+
+
+# Calls of decoding, their pages if any, and numbers of groups: parts that are merged, several items for a group.
+DECODED = [
+    (random_call(1, 7, 1, 1, 600, 128, spread=3.0), None, 3),
+    (random_call(1, 8, 1, 8, 300, 256, causal=True), None, 1),
+    (leaving_columns(), None, 1),
+    (leaving_columns(), None, 4),
+    (random_call(3, 6, 2, 21, 20, 16, causal=True, sinks=torch.tensor([4.0, 12.0, -1.0, 0.0, 5.0, 2.0])), None, 2),
+    (random_call(3, 1, 1, 1, 140, 144, lengths=torch.tensor([140, 0, 7])), None, 1),
+    (*mixed_batch(48), 2),
+    (*wrong_pages(), 1),
+    (random_call(1, 2, 1, 3, 280, 64, causal=True, overflow="saturate", unbiased=torch.float16), None, 2),
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 
@@ -214,6 +292,7 @@ def attempts(program):
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
+    kernels += [partial(launch_decode, program, x, pages, groups=groups) for x, pages, groups in DECODED]
     kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
     kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = [bits(launch, 0) for launch in kernels]

@@ -9,14 +9,14 @@ DESIGN = (ROOT / "ascend_c" / "310p.md").read_text("utf-8")
 QUALIFIED = re.compile(r"AscendC::([A-Z]\w*)(?:<[^;({]*>)?\(")
 MEMBER = re.compile(r"(?:[\w\])]\.|\(\)->)([A-Z]\w*)(?:<[^;({]*>)?\(")
 OWN = re.compile(r"__aicore__ inline (?:const )?[\w:<>, ]+?[&* ]+(\w+)\(")  # functions that the kernels define
-STRUCTURES = {"BinaryRepeatParams", "UnaryRepeatParams", "BrcbRepeatParams", "LocalTensor"}
+STRUCTURES = {"BinaryRepeatParams", "UnaryRepeatParams", "BrcbRepeatParams", "DataCopyPadExtParams", "LocalTensor"}
 # Calls that the patterns do not see: one without a namespace, one over two lines, one with the name of a function here.
 OTHERS = {"GetTPipePtr", "DataCacheCleanAndInvalid", "Get"}
 
 
 def calls_of_the_kernels():
     """Return the names of the vendor's functions that `ascend_c/kernel` calls."""
-    files = sorted((ROOT / "ascend_c" / "kernel").glob("*.h"))
+    files = sorted((ROOT / "ascend_c" / "kernel").rglob("*.h"))
     code = "\n".join(re.sub(r"//.*", "", path.read_text("utf-8")) for path in files)
     assert all(name in code for name in OTHERS)
     return (set(QUALIFIED.findall(code)) | OTHERS | (set(MEMBER.findall(code)) - set(OWN.findall(code)))) - STRUCTURES

@@ -5,7 +5,7 @@ import torch
 
 import pasa
 from pasa.eval import doctor
-from pasa.ops import registry
+from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from tests import fake_npu
 
@@ -96,7 +96,7 @@ def test_a_line_for_each_device_says_on_what_the_guarantee_rests(gpus, monkeypat
 
 
 def test_an_ascend_310p_is_named_with_what_serves_it(monkeypatch):
-    """The lines advise no step that would not help there, such as to build kernels or to install triton-ascend."""
+    """The lines advise no step that would not help there, such as to install triton-ascend."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     fake_npu.install(monkeypatch, "Ascend310P3")
     npu_backend.library_error.cache_clear()
@@ -105,7 +105,7 @@ def test_an_ascend_310p_is_named_with_what_serves_it(monkeypatch):
     assert doctor.devices()["npu"] == "Ascend310P3"
     assert doctor.kernels_line(doctor.kernels()) == "cannot run: Triton has no path to an Ascend310P3"
     assert doctor.ascend_c_line(found) == (
-        "cannot run: no kernel was written for this chip, 'Ascend310P3': only for Ascend910B1 to B4; "
+        f"cannot run: there is no {envs.ascend_library()}: run `pasa build-ascend` where CANN is installed; "
         "an NPU here would be served by backend 'sdpa'"
     )
 

@@ -224,6 +224,7 @@ def test_restrictions_cover_the_record():
         "priority",
         "functions",
         "slower",  # tests/ops/test_devices.py
+        "limits",  # tests/ascend_c/test_binding_310p.py
         "repeatable",
     }
 

@@ -212,7 +212,7 @@ BAD = [
     ({"max_seqlen_q": 1.0}, ValueError, "max_seqlen_q=1.0"),
     ({"is_causal": 1}, TypeError, "is_causal=1"),
     ({"config": PasaConfig(recovery="paper"), "backend": "triton"}, NotImplementedError, "served with recovery exact"),
-    ({"backend": "npu"}, NotImplementedError, "paged caches are not supported"),
+    ({"backend": "npu"}, NotImplementedError, "device cpu is not among npu"),
 ]
 
 

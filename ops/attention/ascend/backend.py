@@ -9,97 +9,153 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pasa.ops import envs
-from pasa.ops.attention.ascend import build_record
+from pasa.ops.attention.ascend import build_record, decode, on_310p
 from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
-from pasa.ops.attention.call import Call, Results, to_fp16
+from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
+from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
 from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
 
+if TYPE_CHECKING:
+    from pasa.ops.backends import Request
+
 BLOCK = 128  # keys: kBlockKeys in ascend_c/tiling/tiling.h
 # The library links these packages, whose C++ interfaces change with every version.
 LINKED = ("torch", "torch_npu")
+OLDEST_ARCHITECTURE = "dav-2201"  # Atlas A2, which libraries that say nothing were built for
 
 
 def attend(call: Call) -> Results:
-    """Attend as the reference does, without masks; a non-finite key or value may reach every row of its head.
+    """Attend as the reference does; a non-finite key or value that some query sees may reach every row of its head.
 
     Packed sequences that one launch can serve are padded to the longest of them. The exact recovery
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
-    """
-    if call.cu_q is None:
-        out, lse = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"))
-        return Results(out.to(call.q.dtype), lse)
 
-    def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor]:
+    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
+    cannot read are gathered.
+    """
+    if call.pages is not None:
+        if not decode.reads_pages(call):
+            return attend_gathered(attend, call)
+        out, lse = decode.decode_pages(call)
+        return Results(out.to(call.q.dtype), lse)
+    if call.cu_q is None:
+        call, mask = fold_mask(call)
+        out, lse, largest = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
+        return Results(out.to(call.q.dtype), lse, largest.amax(-1) if call.max_logits else None)
+
+    def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         exact = call.options.recovery == "exact"
         return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
 
-    out, lse = attend_packed(call, _served_together(call.options, call.is_causal), together)
-    return Results(out, lse)
+    is_aligned = call.is_causal or call.window != NO_WINDOW
+    return Results(*attend_packed(call, _served_together(call.options, is_aligned), together))
 
 
-def _served_together(options: AttentionOptions, is_causal: bool) -> Callable[[int, int], Hashable]:
+def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[int, int], Hashable]:
     """Return the function of a sequence's rows and keys that must be equal for all sequences of one launch.
 
-    A causal band is aligned to the last row and key of the padded sequences, so keys - rows must be
+    Causal masks and windows are aligned to the last row and key of the padded sequences, so keys - rows must be
     the same for all.
     """
     if options.recovery == "paper":
         return lambda rows, keys: (rows, keys)
-    return (lambda rows, keys: keys - rows) if is_causal else (lambda rows, keys: None)
+    return (lambda rows, keys: keys - rows) if is_aligned else (lambda rows, keys: None)
 
 
 # ---- the kernels
 
 
-def _kernels(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _kernels(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, mask: KernelMask | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
+
+    The third result holds the largest score of each row (B, Hq, Sq), and is empty unless the call asks for max logits.
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
     """
-    options, scale = call.options, call.scale
-    kernels = torch.ops.pasa
-    dim, saturate = q.shape[-1], options.overflow == "saturate"
+    is_310p = architecture() == on_310p.ARCHITECTURE
+    if mask is None and not is_310p and decode.decodes(call, q, k):
+        out, lse = decode.decode(call, q, k, v, lengths)
+        return out, lse, lse.new_empty(0)
+    dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(q).all(-1)
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
+    if is_310p:
+        out, lse = on_310p.attend(call, q, k, v, lengths)
+        largest = lse.new_empty(0)
+    else:
+        out, lse, largest = _on_a2(call, q, k, v, lengths, mask)
+    if call.sinks is None:
+        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
+    else:
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
+    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
+    largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
+    return out, lse.masked_fill(not_finite, torch.nan), largest
+
+
+def _on_a2(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, mask: KernelMask | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels of prefill for Atlas A2; the results are those of `_kernels`."""
+    options, scale, kernels = call.options, call.scale, torch.ops.pasa
+    saturate = options.overflow == "saturate"
     if options.recovery == "paper":
         matrix, invariance = paper_matrix(scale, options.beta, k.device)
         keys = kernels.npu_shift_paper(whole_blocks(k, BLOCK), matrix, saturate)
         references = (None, None)
     else:
-        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate)
+        begins_anywhere = mask is not None or call.window[0] >= 0
+        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate, begins_anywhere)
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    out, lse = kernels.npu_attention(
-        q, keys, v, *references, lengths, sinks, call.is_causal, scale, invariance, saturate, *rounding
+    out, lse, largest = kernels.npu_attention(
+        q,
+        keys,
+        v,
+        *references,
+        lengths,
+        sinks,
+        *(mask or (None, None)),
+        call.is_causal,
+        *call.window,
+        scale,
+        invariance,
+        saturate,
+        *rounding,
+        call.max_logits,
     )
-    if sinks is None:
-        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
-    else:
-        not_finite &= _sees_keys(q.shape[2], k.shape[2], call.is_causal, lengths, q.device)
-    out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
-    return out, lse.masked_fill(not_finite, torch.nan)
+    return out, lse, largest
 
 
-def _sees_keys(rows: int, keys: int, is_causal: bool, lengths: Tensor | None, device: torch.device) -> Tensor:
-    """Return which rows see a key, broadcastable to (B, Hq, Sq)."""
-    behind = torch.arange(rows, device=device) + 1 + keys - rows if is_causal else torch.tensor(keys, device=device)
-    return behind > 0 if lengths is None else (behind > 0) & (lengths > 0)[:, None, None]
+def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:
+    """Return which rows of a call without a mask see a key, broadcastable to (B, Hq, Sq)."""
+    lower, upper = call.band(rows, keys)
+    row = torch.arange(rows, device=device)
+    least = torch.zeros_like(row) if lower is None else (row + lower).clamp(min=0)
+    last = torch.full_like(row, keys - 1) if upper is None else row + upper
+    most = torch.tensor(keys, device=device) if lengths is None else lengths[:, None, None]
+    return (least <= last) & (least < most) & (last >= 0)
 
 
 @cache
@@ -115,17 +171,34 @@ def paper_matrix(scale: float, beta: float | None, device: torch.device) -> tupl
 @cache
 def library_error() -> str | None:
     """Return why the kernels cannot be called, or None; the library is loaded at the first call of this function."""
-    chip = npu_chip()
-    if chip.startswith(ASCEND_310P):  # to build the library would not help
-        return f"no kernel was written for this chip, '{chip}': only for Ascend910B1 to B4"
     path = envs.ascend_library()
     if not path.is_file():
         return f"there is no {path}: run `pasa build-ascend` where CANN is installed"
     for name, (built, here) in build_record.differences(path).items():
         if name in LINKED:
             return f"{path} was built for {name} {built}, and {here} is installed: run `pasa build-ascend` again"
+    chip, on_310p_here = npu_chip(), architecture() == on_310p.ARCHITECTURE
+    if chip and chip.startswith(ASCEND_310P) != on_310p_here:  # do not load what was compiled for another chip
+        kind = "the Ascend 310P" if on_310p_here else "Atlas A2"
+        return f"{path} was built for {kind}, and this chip is an {chip}: run `pasa build-ascend` again"
     try:
         torch.ops.load_library(path)
     except OSError as error:
         return f"{path} does not load: {error}"
-    return str(torch.ops.pasa.npu_chip_error()) or None
+    chip_error = torch.ops.pasa.npu_310p_chip_error if on_310p_here else torch.ops.pasa.npu_chip_error
+    return str(chip_error()) or None
+
+
+def architecture() -> str:
+    """Return the NPU architecture that the library was built for, such as "dav-2201"; empty without a library."""
+    return _architecture(envs.ascend_library())
+
+
+@cache
+def _architecture(path: Path) -> str:
+    return build_record.built_with(path).get("arch", OLDEST_ARCHITECTURE) if path.is_file() else ""
+
+
+def limits(request: Request) -> list[str]:
+    """Return what the kernels for the chip of the library do not do, of what the record of the backend lists."""
+    return on_310p.refusals(request) if architecture() == on_310p.ARCHITECTURE else []

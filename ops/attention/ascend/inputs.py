@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ def pad_head_dim(x: Tensor) -> Tensor:
 def attend_packed(
     call: Call,
     kind: Callable[[int, int], Hashable],
-    attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
+    attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor, Tensor]],
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend within packed sequences (T, H, D), each padded to the longest of those that share its launch.
 
     Parameters
@@ -35,21 +36,30 @@ def attend_packed(
     kind : callable
         The value of kind(rows, keys) must be equal for all sequences of one launch.
     attend : callable
-        Returns output and log-sum-exp of FP16 q, k, v (B, H, S, D) and the true number of keys of each entry.
+        Returns output, log-sum-exp and, if the call asks for max logits, the largest score of each row, of FP16
+        q, k, v (B, H, S, D) and the true number of keys of each entry.
 
     Returns
     -------
     out : Tensor (T, H, D)
         In the dtype of q.
     lse : Tensor (T, H), FP32
+    max_logits : Tensor (sequences, H), FP32, if the call asks for it
     """
     q = call.q
     q16, k16, v16 = to_fp16(q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     out = torch.zeros_like(q)
     lse = without_keys(call, q.shape[:2])
+    largest = torch.full_like(lse, -torch.inf)
     for rows, keys in group_sequences(*call.edges(), kind):
         lengths = [stop - start for start, stop in keys]
-        one, one_lse = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)
+        one, one_lse, one_largest = attend(gather(q16, rows), gather(k16, keys), gather(v16, keys), lengths)
         scatter(out, one.to(q.dtype), rows)
         scatter(lse.unsqueeze(-1), one_lse.unsqueeze(-1), rows)
-    return out, lse
+        if call.max_logits:
+            scatter(largest.unsqueeze(-1), one_largest.unsqueeze(-1), rows)
+    if not call.max_logits:
+        return out, lse, None
+    none = largest.new_full((1, q.shape[1]), -torch.inf)  # of a sequence without queries
+    tops = [torch.cat([none, largest[start:stop]]).amax(0) for start, stop in pairwise(call.edges()[0])]
+    return out, lse, torch.stack(tops)

@@ -27,6 +27,7 @@ inline twin::Options FakeDevice()
         {"compare_nan", D::compare_nan},
         {"accumulator", D::accumulator},
         {"scalar_cache", D::scalar_cache},
+        {"sync_all", D::sync_all},
     };
     twin::Options options;
     const char* name = std::getenv("FAKE_DEVIATION");

@@ -35,6 +35,7 @@ struct Arguments {
         o.overflow = text("overflow", "inf_nan") == "saturate" ? twin::Overflow::saturate : twin::Overflow::inf_nan;
         o.jitter = number("jitter") != 0;
         o.flush_subnormals = number("flush") != 0;
+        o.saturate_float = number("saturate_float") != 0;
         o.shape = text("shape", "mix") == "aiv"   ? twin::Shape::aiv_only
                   : text("shape", "mix") == "aic" ? twin::Shape::aic_only
                                                   : twin::Shape::mix_1_2;

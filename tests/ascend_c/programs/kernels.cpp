@@ -1,48 +1,29 @@
 // The kernels on arrays: attention on q, keys, v, and for the exact recovery anchors and units; lengths if any.
 #include "binding/on_twin.h"
 #include "harness.h"
-#include "tiling/plan.h"
-
-namespace {
-
-// In a build of mutants, the one to run.
-void choose_mutant([[maybe_unused]] const harness::Arguments& a)
-{
-#ifdef PASA_MUTANTS
-    pasa_mutant = a.number("mutant");
-#endif
-}
-
-double real(const harness::Arguments& a, const char* key) { return std::atof(a.text(key, "0").c_str()); }
-
-// An array that a program was given or is to give, by name; empty without one.
-template <typename T>
-std::vector<T> given(const harness::Arguments& a, const char* name, bool there = true)
-{
-    return there ? a.load<T>(name) : std::vector<T>();
-}
-
-template <typename T>
-void* data(std::vector<T>& array)
-{
-    return array.empty() ? nullptr : array.data();
-}
-
-}  // namespace
+#include "inputs.h"
+#include "tiling/decode_plan.h"
 
 TWIN_CASE(attend)
 {
     const harness::Arguments& a = arguments;
     choose_mutant(a);
     const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
+    const pasa::Shape shape = shape_of(a);
     pasa::Settings settings;
     settings.exact = a.number("exact", 1) != 0;
     settings.causal = a.number("causal") != 0;
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
     settings.has_sinks = a.number("sinks") != 0;
+    settings.has_largest = a.number("largest") != 0;
+    settings.left = a.number("left", -1);
+    settings.right = a.number("right", -1);
+    settings.has_mask = a.number("mask") != 0;
+    if (settings.has_mask) {
+        settings.mask = {number("mask_batches"), number("mask_heads"), number("batch_stride"), number("head_stride"),
+                         number("row_stride")};
+    }
     settings.keep_scores = true;
     settings.unbiased_columns = number("unbiased_columns");
     settings.to_bf16 = a.number("to_bf16") != 0;
@@ -58,15 +39,68 @@ TWIN_CASE(attend)
     auto units = given<float>(a, "units", settings.exact);
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
     auto sinks = given<float>(a, "sinks", settings.has_sinks);
+    auto mask = given<uint8_t>(a, "mask", settings.has_mask);
+    auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
-    std::vector<float> lse(rows);
-    const pasa::AttentionPointers pointers{data(q),     data(keys),  data(v),   data(anchors), data(units),
-                                           data(lengths), data(sinks), data(out), data(lse),   nullptr};
+    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
+    const pasa::AttentionPointers pointers{data(q),       data(keys),   data(v),    data(anchors), data(units),
+                                           data(lengths), data(sinks),  data(mask), data(visits),  data(out),
+                                           data(lse),     data(largest), nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
+    if (settings.has_largest) a.save("largest", largest.data(), largest.size());
     a.save("scores", scores.data(), scores.size());
+    return report;
+}
+
+// pasa_decode on q (tokens, heads, D) and caches: rows of keys (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D).
+TWIN_CASE(decode)
+{
+    const harness::Arguments& a = arguments;
+    choose_mutant(a);
+    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
+    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
+                            number("dim")};
+    pasa::Settings settings;
+    settings.causal = a.number("causal") != 0;
+    settings.saturates = a.text("overflow") == "saturate";
+    settings.has_lengths = a.number("lengths") != 0;
+    settings.has_sinks = a.number("sinks") != 0;
+    settings.unbiased_columns = number("unbiased_columns");
+    settings.to_bf16 = a.number("to_bf16") != 0;
+    settings.scale = real(a, "scale");
+    pasa::DecodeLayout layout;
+    layout.tokens = number("tokens");
+    layout.has_starts = a.number("starts") != 0;
+    layout.pages = number("pages");
+    layout.slots = number("slots");
+    layout.table_columns = number("table_columns");
+    const uint64_t dim = shape.dim;
+    layout.q_head = a.number("grouped") != 0 ? shape.rows * (shape.heads / shape.kv_heads) * dim
+                                             : shape.heads / shape.kv_heads * dim;
+    layout.q_token = a.number("grouped") != 0 ? shape.heads / shape.kv_heads * dim : shape.heads * dim;
+    layout.k = layout.pages > 0
+                   ? pasa::CacheStrides{layout.slots * shape.kv_heads * dim, dim, shape.kv_heads * shape.dim}
+                   : pasa::CacheStrides{shape.keys * shape.kv_heads * dim, shape.keys * dim, shape.dim};
+    layout.v = layout.k;
+    pasa::Chip chip = pasa::kChips[2];
+    chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
+    const pasa::DecodeTiling tiling = pasa::PlanDecode(shape, layout, settings, chip);
+    auto q = given<half>(a, "q"), k = given<half>(a, "k"), v = given<half>(a, "v");
+    auto table = given<int32_t>(a, "table", layout.pages > 0);
+    auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    auto starts = given<int32_t>(a, "starts", layout.has_starts);
+    auto sinks = given<float>(a, "sinks", settings.has_sinks);
+    const size_t rows = size_t{shape.rows} * shape.heads;
+    std::vector<half> out(rows * shape.dim);
+    std::vector<float> lse(rows);
+    const pasa::DecodePointers pointers{data(q),      data(k),     data(v),   data(table), data(lengths),
+                                        data(starts), data(sinks), data(out), data(lse),   nullptr};
+    twin::Report report = pasa::DecodeOnTwin(pointers, tiling, chip.cube_cores, a.options());
+    a.save("out", out.data(), out.size());
+    a.save("lse", lse.data(), lse.size());
     return report;
 }
 
@@ -79,12 +113,13 @@ TWIN_CASE(shift)
     const pasa::Shape shape{number("batch"), number("kv_heads"), number("kv_heads"), 1, number("keys"), number("dim")};
     const bool exact = a.number("exact", 1) != 0;
     const pasa::ShiftTiling tiling = pasa::PlanShift(shape, exact ? real(a, "scale") : 1.0,
-                                                     a.text("overflow") == "saturate", a.number("lengths") != 0);
+                                                     a.text("overflow") == "saturate", a.number("lengths") != 0,
+                                                     a.number("begins_anywhere") != 0);
     const size_t blocks = exact ? size_t{tiling.heads} * tiling.blocks : 0;
     auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
     auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
     std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
-    std::vector<half> anchors(blocks * 2 * tiling.dim);
+    std::vector<half> anchors(blocks * tiling.anchor_rows * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
     const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix),
                                        data(keys), data(anchors), data(units)};
@@ -187,8 +222,7 @@ TWIN_CASE(unbiased)
 TWIN_CASE(plan)
 {
     const auto number = [&](const char* key) { return static_cast<uint32_t>(arguments.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
+    const pasa::Shape shape = shape_of(arguments);
     pasa::Settings settings;
     settings.exact = arguments.number("exact", 1) != 0;
     settings.causal = arguments.number("causal") != 0;

@@ -1,4 +1,5 @@
 // Runs the snippets of misuse_*.cpp.
+#include "misuse_310p.cpp"
 #include "misuse_arguments.cpp"
 #include "misuse_objects.cpp"
 #include "misuse_order.cpp"

@@ -8,6 +8,11 @@ void LaunchAttention(bool exact, const AttentionPointers& given, const Attention
     Require(AttendOnTwin(exact, given, tiling, cores, FakeDevice()));
 }
 
+void LaunchDecode(const DecodePointers& given, const DecodeTiling& tiling, uint32_t cores, void*)
+{
+    Require(DecodeOnTwin(given, tiling, cores, FakeDevice()));
+}
+
 void LaunchShiftExact(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void*)
 {
     Require(ShiftOnTwin(true, given, tiling, cores, FakeDevice()));

@@ -9,7 +9,7 @@ import pytest
 
 from pasa.eval.kit import output
 from pasa.eval.kit.stored import pick, stored
-from pasa.eval.npu import calibration, report, run
+from pasa.eval.npu import calibration, decoding, report, run
 from pasa.eval.npu import roofline as model
 from pasa.eval.npu.precision_variants import Tiles, allocations, exact_with
 
@@ -81,15 +81,57 @@ def test_one_measurement_beyond_the_limit_fails_the_gate(residual, passed, monke
     assert gate(monkeypatch, STORED["fit_residuals"], compared)["passed"] is passed
 
 
-def gate(monkeypatch, residuals, compared):
+def gate(monkeypatch, residuals, compared, decoded=None):
     """Return the gate of a run with these residuals of the lines and these measurements."""
     monkeypatch.setattr(run, "build", nullcontext)
     for name in ("count", "plan", "count_roundings"):
         monkeypatch.setattr(run, name, lambda *_: [])
     monkeypatch.setattr(run, "measure_shares", lambda *_: {})
+    monkeypatch.setattr(run, "fits_of", lambda *_: {"exact": None})
+    monkeypatch.setattr(decoding, "count", lambda *_: [])
+    monkeypatch.setattr(decoding, "predict", lambda *_: ([], decoded or {}))
     monkeypatch.setattr(run, "predict", lambda *_: {"fit_residuals": residuals})
     monkeypatch.setattr(calibration, "compare", lambda: compared)
     return run.run_npu_model()["gate"]
+
+
+def test_a_line_of_decoding_beyond_the_limit_fails_the_gate(monkeypatch):
+    residuals = STORED["fit_residuals"]
+    assert gate(monkeypatch, residuals, STORED["calibration"], {"decoding": 0.004})["passed"]
+    assert not gate(monkeypatch, residuals, STORED["calibration"], {"decoding": 0.006})["passed"]
+
+
+def test_stored_counts_of_decoding_are_those_of_the_kernel(built):
+    made = decoding.count(built)
+    assert made == STORED["decode_counts"], "run: pasa bench npu-model --output-dir ..."
+
+
+def test_stored_decoding_follows_from_its_counts():
+    shift = run.fits_of(STORED["counts"], "shift", decoding.DIM)["exact"]
+    records, residuals = decoding.predict(STORED["decode_counts"], shift)
+    assert output.jsonable(records) == STORED["decode_records"]
+    assert output.jsonable(residuals) == STORED["decode_residuals"]
+
+
+def test_decoding_moves_keys_and_values_once(built):
+    """A block is read by the vector cores, its K' by the cube core, and nothing else grows with the number of keys."""
+    short, long = (built.work("decode", 128, blocks, 7, 0, 1) for blocks in (6, 7))
+    block = 128 * 128 * 2
+    frames, rows = 2 * 128 * 2, 7 * (128 + 128 + 16) * 4  # the frame, for each core; scores, product and row sums
+    assert long["MTE2 vector"] - short["MTE2 vector"] == block + frames + rows
+    assert long["MTE2 cube"] - short["MTE2 cube"] == 2 * block + 7 * 128 * 2
+    paged = built.work("decode", 128, 7, 7, 16, 1)
+    assert paged == long, "pages change no count"
+
+
+def test_targets_of_decoding():
+    """One token, 32k keys, 7 query heads a KV head: HBM bounds it, and most of the time reads K and V."""
+    for slots in decoding.PAGES:
+        how = {"case": "decode-1x32k", "slots": slots, "kernel": decoding.NEW}
+        (each,) = pick(STORED["decode_records"], **how)
+        assert each["bound"] == "HBM"
+        assert each["reading"] >= 0.85
+        assert each["ratio"] >= 3
 
 
 def test_allocations_store_the_tiles_that_they_name():

@@ -19,6 +19,7 @@ DEVIATIONS = {
     "Fill": "fill",
     "two accumulators": "accumulator",
     "repeated launches": "scalar_cache",
+    "merged parts": "sync_all",
     "unbiased rounding": "integers",
     "chip": "chip",
     "alignment": "alignment",
@@ -29,7 +30,11 @@ DEVIATIONS = {
     "vendor's log-sum-exp": "vendor_lse",
 }
 HARMLESS = {"Exp", "Ln", "Div", "order of sums", "unbiased rounding"}  # results keep their bounds
-FAULTS = {"repeated launches"}  # where the twin ends the launch, as it does a race
+# Where the twin ends the launch, as it does a race.
+FAULTS = {
+    "repeated launches": "DataCacheCleanAndInvalid is missing",
+    "merged parts": '"kind": "(race|uninitialised)", "kernel": "pasa_decode"',
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +59,7 @@ def test_a_deviation_is_reported(npu, deviate, monkeypatch, name):
     if name == "chip":
         monkeypatch.setenv("FAKE_CORES", "18")  # some boards are sold with fewer
     if name in FAULTS:
-        with pytest.raises(RuntimeError, match="DataCacheCleanAndInvalid is missing"):
+        with pytest.raises(RuntimeError, match=FAULTS[name]):
             PROBES[name][1]("cpu")
         return
     found = PROBES[name][1]("cpu")

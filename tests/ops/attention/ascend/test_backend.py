@@ -37,11 +37,13 @@ def unbuilt(monkeypatch, tmp_path):
     """Remove the library, and let tensors of the CPU count as the NPU's."""
     monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(tmp_path / "libpasa_npu.so"))
     npu_backend.library_error.cache_clear()
+    npu_backend._architecture.cache_clear()
     notices.warn_once.cache_clear()
     npu = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",))
     monkeypatch.setitem(registry.BACKENDS, "npu", npu)
     yield tmp_path / "libpasa_npu.so"
     npu_backend.library_error.cache_clear()
+    npu_backend._architecture.cache_clear()
     notices.warn_once.cache_clear()
 
 
@@ -92,19 +94,37 @@ def test_a_call_that_names_the_backend_gets_it_or_nothing(unbuilt, torch_npu):
 
 
 @pytest.mark.parametrize("name", ["Ascend310P1", "Ascend310P3"])
-def test_a_310p_is_refused_by_its_name(unbuilt, monkeypatch, name):
-    """The reasons do not advise to build a library that would not serve, or to install triton-ascend."""
+def test_a_310p_is_served_by_a_library_of_its_own_or_by_sdpa(unbuilt, monkeypatch, name):
+    """The reasons do not advise to install triton-ascend."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     fake_npu.install(monkeypatch, name)
-    why = f"no kernel was written for this chip, '{name}': only for Ascend910B1 to B4"
+    why = f"there is no {unbuilt}: run `pasa build-ascend` where CANN is installed"
     reasons = {line.name: line.reason for line in pasa.backends() if not line.available}
     assert reasons == {"npu": why, "triton": f"Triton has no path to an {name}"}
     q, k, v = normal_qkv((2, 1), (20, 30), 16)
-    with pytest.raises(NotImplementedError, match=re.escape(f"npu: {why}")):
-        pasa.attention(q, k, v, backend="npu")
     with pytest.warns(UserWarning, match=f"served by backend 'sdpa' .*{re.escape(why)}"):
         pasa.attention(q, k, v)
     assert registry.server("npu").name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("chip", "architecture", "kind"),
+    [
+        ("Ascend310P3", "dav-2201", "Atlas A2"),
+        ("Ascend310P1", None, "Atlas A2"),
+        ("Ascend910B3", "dav-2002", "the Ascend 310P"),
+    ],
+)
+def test_a_library_for_another_chip_is_refused_by_name(unbuilt, monkeypatch, chip, architecture, kind):
+    """It is not loaded. Libraries of before the 310P do not say what they were built for: it was an A2."""
+    fake_npu.install(monkeypatch, chip)
+    arch = "" if architecture is None else f" arch={architecture}"
+    unbuilt.write_bytes(f"not a library pasa-build:torch={torch.__version__}{arch}\0".encode())
+    why = f"{unbuilt} was built for {kind}, and this chip is an {chip}: run `pasa build-ascend` again"
+    assert status().reason == why
+    q, k, v = normal_qkv((2, 1), (20, 30), 16)
+    with pytest.raises(NotImplementedError, match=re.escape(f"npu: {why}")):
+        pasa.attention(q, k, v, backend="npu")
 
 
 def test_one_warning_says_who_serves_and_why(unbuilt, torch_npu):

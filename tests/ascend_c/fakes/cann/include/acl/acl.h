@@ -7,7 +7,11 @@
 using aclrtStream = void*;
 using aclError = int;
 constexpr aclError ACL_SUCCESS = 0;
-enum aclrtDevAttr { ACL_DEV_ATTR_CUBE_CORE_NUM = 102, ACL_DEV_ATTR_VECTOR_CORE_NUM = 201 };
+enum aclrtDevAttr {
+    ACL_DEV_ATTR_AICORE_CORE_NUM = 101,
+    ACL_DEV_ATTR_CUBE_CORE_NUM = 102,
+    ACL_DEV_ATTR_VECTOR_CORE_NUM = 201
+};
 
 inline const char* aclrtGetSocName()
 {

@@ -1,0 +1,174 @@
+// torch.ops.pasa.npu_310p_*: checks, tiling, launch. Compiled against torch and run on the CPU twin by
+// tests/ascend_c/test_binding_310p.py; never run on an NPU.
+//
+// As in binding.cpp nothing waits for the device, and all memory is torch's.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "../tiling/plan_310p.h"
+#include "enqueue.h"
+#include "launch_310p.h"
+#include "tensors.h"
+
+#ifndef PASA_BUILD_RECORD
+#define PASA_BUILD_RECORD ""
+#endif
+
+// As in binding.cpp.
+extern "C" __attribute__((used, visibility("default"))) const char pasa_build_record[] = "pasa-build:" PASA_BUILD_RECORD;
+
+namespace pasa {
+namespace {
+
+// Why the kernels cannot run on this machine's chip; empty where they can.
+std::string ChipError()
+{
+    if (SocName().rfind(kChip310P, 0) == 0) return "";
+    return "the library was built for the Ascend 310P, and this chip is '" + SocName() +
+           "': run `pasa build-ascend` with SOC_VERSION=" + SocName();
+}
+
+uint32_t CoresOf(const Tensor& x)
+{
+    const std::string error = ChipError();
+    TORCH_CHECK_NOT_IMPLEMENTED(error.empty(), error);
+    int64_t cores = 0;
+    const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
+    TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_AICORE_CORE_NUM, &cores) == ACL_SUCCESS,
+                "aclrtGetDeviceInfo does not tell how many AI cores device ", device, " has");
+    return static_cast<uint32_t>(cores);
+}
+
+// Of keys or values (B, Hkv, Skv, D).
+ShiftTiling PlanBlocks(const char* name, const Tensor& x, const OptionalTensor& lengths, double scale)
+{
+    const Shape shape{Count(name, x, 0), Count(name, x, 1), Count(name, x, 1),
+                      1,                 Count(name, x, 2), Count(name, x, 3)};
+    CheckTensor(name, x, x, at::kHalf, x.sizes());
+    if (lengths) CheckTensor("lengths", *lengths, x, at::kInt, {x.size(0)});
+    return PlanShift(shape, scale, true, lengths.has_value(), false);
+}
+
+// (B, Hkv, blocks, D / 16, 128, 16)
+Tensor Fractals(const Tensor& x)
+{
+    return at::empty({x.size(0), x.size(1), Blocks(x.size(2)), x.size(3) / kFractal, kBlockKeys, kFractal}, x.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor> Shift(const Tensor& k, const OptionalTensor& lengths, double scale)
+{
+    Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
+    const ShiftTiling tiling = PlanBlocks("k", k, lengths, scale);
+    const c10::DeviceGuard guard(k.device());
+    const int64_t batch = k.size(0), heads = k.size(1), blocks = Blocks(k.size(2));
+    Tensor keys = Fractals(k);
+    Tensor anchors = at::empty({batch, heads, 2 * blocks, k.size(3)}, k.options());
+    Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
+    const Shift310P given{Pointer(k), Pointer(lengths), Pointer(keys), Pointer(anchors), Pointer(units)};
+    const uint32_t cores = CoresOf(k);
+    Enqueue("pasa_shift_310p", [=](void* stream) { LaunchShift(given, tiling, cores, stream); });
+    return {keys, anchors, units};
+}
+
+Tensor LayOutValues(const Tensor& v, const OptionalTensor& lengths)
+{
+    const ShiftTiling tiling = PlanBlocks("v", v, lengths, 1.0);
+    const c10::DeviceGuard guard(v.device());
+    Tensor values = Fractals(v);
+    const Layout310P given{Pointer(v), Pointer(lengths), Pointer(values)};
+    const uint32_t cores = CoresOf(v);
+    Enqueue("pasa_lay_out_310p", [=](void* stream) { LaunchLayOut(given, tiling, cores, stream); });
+    return values;
+}
+
+// `rows` of the queries exist, `keys` of K' and V; the queries are filled up to a multiple of 16 rows.
+std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, const Tensor& values,
+                                     const Tensor& anchors, const Tensor& units, const OptionalTensor& lengths,
+                                     int64_t rows, int64_t keys, bool is_causal, double scale)
+{
+    TORCH_CHECK_VALUE(shifted.dim() == 6, "keys has ", shifted.dim(), " dimensions ", shifted.sizes(), ", expected 6");
+    const int64_t batch = q.size(0), heads = shifted.size(1), dim = q.size(3);
+    TORCH_CHECK_VALUE(RoundUp<int64_t>(rows, kFractal) == q.size(2), "q has ", q.size(2), " rows, expected ", rows,
+                      " rounded up to a multiple of ", kFractal);
+    Settings settings;
+    settings.causal = is_causal;
+    settings.has_lengths = lengths.has_value();
+    settings.scale = scale;
+    const Shape shape{Count("q", q, 0),          Count("q", q, 1),           static_cast<uint32_t>(heads),
+                      static_cast<uint32_t>(rows), static_cast<uint32_t>(keys), Count("q", q, 3)};
+    const AttentionTiling tiling = PlanAttention310P(shape, settings);
+    CheckTensor("q", q, q, at::kHalf, q.sizes());
+    const int64_t blocks = Blocks(keys);
+    for (const auto& [name, x] : {std::pair{"keys", shifted}, std::pair{"values", values}}) {
+        CheckTensor(name, x, q, at::kHalf, {batch, heads, blocks, dim / kFractal, kBlockKeys, kFractal});
+    }
+    CheckTensor("anchors", anchors, q, at::kHalf, {batch, heads, 2 * blocks, dim});
+    CheckTensor("units", units, q, at::kFloat, {batch, heads, blocks, kUnitCopies});
+    if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
+    const c10::DeviceGuard guard(q.device());
+    Tensor out = at::empty(q.sizes(), q.options());
+    Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+    const Attention310P given{Pointer(q),     Pointer(shifted), Pointer(values), Pointer(anchors),
+                              Pointer(units), Pointer(lengths), Pointer(out),    Pointer(lse)};
+    const uint32_t cores = CoresOf(q);
+    Enqueue("pasa_attention_310p", [=](void* stream) { LaunchAttention(given, tiling, cores, stream); });
+    return {out, lse};
+}
+
+// ---- shapes alone, for tracing
+
+at::Tensor FractalShape(const Tensor& x)
+{
+    const auto s = x.sym_sizes();
+    const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
+    return at::empty_symint({s[0], s[1], blocks, s[3] / kFractal, kBlockKeys, kFractal}, x.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor> ShiftShapes(const Tensor& k, const OptionalTensor&, double)
+{
+    const auto s = k.sym_sizes();
+    const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
+    return {FractalShape(k), at::empty_symint({s[0], s[1], blocks * 2, s[3]}, k.options()),
+            at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
+}
+
+Tensor LayOutShapes(const Tensor& v, const OptionalTensor&) { return FractalShape(v); }
+
+std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                           const OptionalTensor&, int64_t, int64_t, bool, double)
+{
+    return {at::empty_symint(q.sym_sizes(), q.options()),
+            at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pasa, m)
+{
+    m.def("npu_310p_chip_error", &ChipError);
+    m.def("npu_310p_shift(Tensor k, Tensor? lengths, float scale) -> (Tensor, Tensor, Tensor)");
+    m.def("npu_310p_lay_out(Tensor v, Tensor? lengths) -> Tensor");
+    m.def(
+        "npu_310p_attention(Tensor q, Tensor keys, Tensor values, Tensor anchors, Tensor units, Tensor? lengths, "
+        "int rows, int key_count, bool is_causal, float scale) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)
+{
+    m.impl("npu_310p_shift", Shift);
+    m.impl("npu_310p_lay_out", LayOutValues);
+    m.impl("npu_310p_attention", Attention);
+}
+
+TORCH_LIBRARY_IMPL(pasa, Meta, m)
+{
+    m.impl("npu_310p_shift", ShiftShapes);
+    m.impl("npu_310p_lay_out", LayOutShapes);
+    m.impl("npu_310p_attention", AttentionShapes);
+}
+
+}  // namespace pasa

@@ -1,0 +1,66 @@
+// Launches of the 310P's kernels on the CPU twin: arrays of the host are copied in and out.
+#pragma once
+
+#include "../kernel/310p/attention.h"
+#include "../kernel/310p/shift.h"
+#include "launch_310p.h"
+#include "twin_memory.h"
+
+namespace pasa {
+
+inline twin::Options On310P(twin::Options options)
+{
+    options.shape = twin::Shape::ai_core;
+    options.chip = twin::chip_310p();
+    return options;
+}
+
+// K', anchors and units. Rows behind the last key of a sequence are not written.
+inline twin::Report ShiftOnTwin(const Shift310P& p, const ShiftTiling& t, uint32_t cores,
+                                const twin::Options& options = {})
+{
+    const size_t blocks = size_t{t.heads} * t.blocks;
+    TwinMemory memory;
+    ShiftArguments given{};
+    given.k = memory.Input<half>("k", p.k, size_t{t.heads} * t.keys * t.dim);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
+    given.keys = memory.Kept<half>("keys", p.keys, blocks * kBlockKeys * t.dim);
+    given.anchors = memory.Kept<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.units = memory.Kept<float>("units", p.units, blocks * kUnitCopies);
+    const twin::Options there = On310P(options);
+    const twin::Report first = memory.Launch("shift_to_fractals", cores, there, [&] { ShiftToFractals(given, t); });
+    if (!first.ok) return first;
+    return memory.Launch("make_frames", cores, there, [&] { MakeFrames(given, t); });
+}
+
+// V as fractals.
+inline twin::Report LayOutOnTwin(const Layout310P& p, const ShiftTiling& t, uint32_t cores,
+                                 const twin::Options& options = {})
+{
+    TwinMemory memory;
+    LayoutArguments given{};
+    given.v = memory.Input<half>("v", p.v, size_t{t.heads} * t.keys * t.dim);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
+    given.values = memory.Kept<half>("values", p.values, size_t{t.heads} * t.blocks * kBlockKeys * t.dim);
+    return memory.Launch("lay_out", cores, On310P(options), [&] { LayOut(given, t); });
+}
+
+inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& t, uint32_t cores,
+                                 const twin::Options& options = {})
+{
+    const size_t queries = size_t{t.batch} * t.heads * RoundUp(t.rows, kFractal);
+    const size_t blocks = size_t{t.batch} * t.kv_heads * t.blocks;
+    TwinMemory memory;
+    Arguments given{};
+    given.q = memory.Input<half>("q", p.q, queries * t.dim);
+    given.keys = memory.Input<half>("keys", p.keys, blocks * kBlockKeys * t.dim);
+    given.v = memory.Input<half>("values", p.values, blocks * kBlockKeys * t.dim);
+    given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
+    given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
+    given.out = memory.Output<half>("out", p.out, queries * t.dim);
+    given.lse = memory.Output<float>("lse", p.lse, queries);
+    return memory.Launch("attention_310p", cores, On310P(options), [&] { Attend(given, t); });
+}
+
+}  // namespace pasa

@@ -1,0 +1,153 @@
+"""Call the Ascend C kernel of decoding: few query rows of many keys, which may lie in the pages of a cache.
+
+The query heads that share a key head are rows of one tile, so keys are read once. Nothing is read back
+from the device, so calls can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.ascend.inputs import DIM_STEP, pad_head_dim
+from pasa.ops.attention.call import NO_WINDOW, Call, capturing, to_fp16
+from pasa.ops.numerics.dither import COLUMNS
+
+TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
+MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
+
+
+def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
+    """Return whether the kernel serves dense q (B, Hq, Sq, D) and k (B, Hkv, Skv, D): rows are few."""
+    return _plain(call) and call.mask is None and _are_few(q.shape[2], q.shape[1] // k.shape[1])
+
+
+def _are_few(tokens: int, group: int) -> bool:
+    """Return whether tokens of a sequence are few, for `group` query heads of a key head.
+
+    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
+    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    """
+    return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
+
+
+def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attend to dense FP16 tensors; returns (B, Hq, Sq, D) in FP16, or BF16 for unbiased BF16, and LSE (B, Hq, Sq).
+
+    `lengths` (B,), INT32, holds the number of keys of each batch entry.
+    """
+    batch, heads, rows, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = pad_head_dim(q).view(batch, kv_heads, heads // kv_heads, rows, -1).permute(1, 0, 3, 2, 4)
+    tokens = grouped.flatten(1, 2) if rows == 1 else grouped.contiguous().flatten(1, 2)
+    out, lse = _launch(call, tokens, _rows(k), _rows(v), None, lengths, None, rows, dim)
+    out = out[..., :dim].unflatten(1, (batch, rows)).permute(1, 0, 3, 2, 4)
+    return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
+
+
+def reads_pages(call: Call) -> bool:
+    """Return whether the kernel serves a paged call as it is; other calls gather their pages first."""
+    fits = call.q.shape[-1] % DIM_STEP == 0 and call.q.shape[1] // call.k.shape[2] <= TILE_ROWS
+    there = call.q.numel() > 0 and call.k.numel() > 0
+    fp16 = call.k.dtype == torch.float16
+    copies = all(_copies(x, x.stride(1)) for x in (call.k, call.v))
+    return _plain(call) and fits and there and fp16 and copies and not _is_prefill(call)
+
+
+def _is_prefill(call: Call) -> bool:
+    """Return whether most sequences of a paged call are about as long as the longest, and that one has many rows.
+
+    The kernel of prefill is then faster, although pages are gathered for it. It pads all sequences to the longest, so a
+    prompt among decoding sequences stays here. Gathering reads lengths on the host, which a captured graph cannot.
+    """
+    if call.pages is None or call.cu_q is None:
+        return False
+    count, group = len(call.q), call.q.shape[1] // call.k.shape[2]
+    longest = min(count, call.pages.max_seqlen_q or count)
+    return not _are_few(longest, group) and 2 * count > call.sequences * longest and not capturing(call.q)
+
+
+def _plain(call: Call) -> bool:
+    """Return whether a call has no limit or result that the kernel lacks; masks are not among these."""
+    lacks = call.softcap > 0 or call.max_logits or call.diagnose or call.window != NO_WINDOW
+    return call.options.recovery == "exact" and not lacks
+
+
+def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
+    """Attend from q (T, Hq, D) to pages; returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
+
+    Raises
+    ------
+    ValueError
+        If the call has no pages.
+    """
+    if call.pages is None:
+        raise ValueError("the call has no pages")
+    table, lengths = (x.int().contiguous() for x in call.pages[:2])
+    starts = None if call.cu_q is None else call.cu_q.int().contiguous()
+    count, heads, dim = call.q.shape
+    rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
+    rows = rows if starts is None else rows.contiguous()
+    out, lse = _launch(call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1, dim)
+    out, lse = out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
+    if starts is None:
+        return out, lse
+    behind = torch.arange(count, device=out.device) >= starts[-1]  # padding, which the kernel does not write
+    return out.masked_fill(behind[:, None, None], 0.0), lse.masked_fill(behind[:, None], -torch.inf)
+
+
+def _launch(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    tokens: int,
+    dim: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key."""
+    options = call.options
+    unbiased = options.softmax == "unbiased"
+    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    # The matrix unit must not receive NaN, so such rows are overwritten at the end.
+    not_finite = ~torch.isfinite(q).all(-1)
+    q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
+    saturate = options.overflow == "saturate"
+    numbers = tokens, call.is_causal, call.scale, saturate, *rounding
+    out, lse = torch.ops.pasa.npu_decode(q, k, v, table, lengths, starts, sinks, *numbers)
+    if sinks is None:
+        not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
+    else:
+        keys = k.shape[2] if table is None else None
+        not_finite &= _sees_keys(q.shape[1], tokens, keys, lengths, starts, call.is_causal).to(q.device)[:, None]
+    return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
+
+
+def _sees_keys(
+    count: int, tokens: int, keys: int | None, lengths: Tensor | None, starts: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Return which of `count` tokens see a key; sequences have `keys` keys, or `lengths`, and begin at `starts`."""
+    token = torch.arange(count, device=None if lengths is None else lengths.device)
+    if starts is None:
+        sequence, place = token // tokens, token % tokens
+        length = torch.full_like(token, keys or 0) if lengths is None else lengths[sequence]
+        behind = (length if keys is None else keys) - tokens
+    else:
+        sequence = torch.bucketize(token, starts[1:-1], right=True)
+        place = token - starts[sequence]
+        length = torch.zeros_like(token) if lengths is None else lengths[sequence]
+        behind = length - (starts[sequence + 1] - starts[sequence])
+    return (length > 0) & (place + 1 + behind > 0) if is_causal else length > 0
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return keys or values (B, Hkv, S, D) with rows that the kernel can copy; most layouts need no copy."""
+    return x if x.shape[-1] % DIM_STEP == 0 and _copies(x, x.stride(2)) else pad_head_dim(x)
+
+
+def _copies(x: Tensor, row: int) -> bool:
+    """Return whether the kernel can copy rows of x, `row` numbers apart: 32 bytes at a time."""
+    return x.stride(-1) == 1 and 0 < row <= MOST_STRIDE and all(step % DIM_STEP == 0 for step in x.stride()[:-1])

@@ -1,0 +1,74 @@
+"""Prepare masks for the NPU kernels: one mask for a call, and the key blocks that its query tiles visit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pasa.ops.attention.call import NO_WINDOW, Call
+from pasa.ops.attention.spec.masking import dense_mask, hidden_keys
+
+TILE, HALF, BLOCK = 128, 64, 128  # kTileRows, kHalfRows, kBlockKeys in ascend_c/tiling/tiling.h
+
+
+class KernelMask(NamedTuple):
+    """Hold a mask as the kernels read it (ascend_c/binding/binding.cpp, ReadMask).
+
+    Attributes
+    ----------
+    keep : Tensor (B, Hq, Sq, Skv), bool
+        A view: axes that repeat have strides of 0.
+    visits : Tensor (B or 1, Hq or 1, tiles, blocks + 1, 3), INT64
+        See `find_visits`.
+    """
+
+    keep: Tensor
+    visits: Tensor
+
+
+def fold_mask(call: Call) -> tuple[Call, KernelMask | None]:
+    """Return the call without its mask, and the mask with the call's band in it.
+
+    Keys and values that are not finite and that no query sees become 0. The matrix unit multiplies values by weights of
+    0 too, and the anchor of a block is the mean of all its keys.
+    """
+    if call.mask is None:
+        return call, None
+    mask = dense_mask(call, call.mask)
+    hidden = hidden_keys(mask, call.k)[:, None, :, None]
+    k, v = (x.masked_fill(hidden & ~torch.isfinite(x), 0.0) for x in (call.k, call.v))
+    keys = call.k.shape[2]
+    mask = mask.expand(-1, -1, -1, keys)
+    for axis in range(3):  # a mask may come expanded
+        mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 else mask
+    mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    keep = mask.expand(*call.q.shape[:3], keys)
+    bare = replace(call, k=k, v=v, mask=None, is_causal=False, window=NO_WINDOW)
+    return bare, KernelMask(keep, find_visits(mask, call.q.shape[2]))
+
+
+def find_visits(keep: Tensor, rows: int) -> Tensor:
+    """Return the table of visits of a bool mask (B or 1, Hq or 1, Sq or 1, Skv) for Sq = `rows`.
+
+    A tile is 128 query rows. The first entry of its table is the number of its key blocks in which a row sees a
+    key. The next ones are, for each of those blocks in order: the block, and 64 bits for each half of the rows. A
+    bit is set where the row sees a key of the block.
+
+    Returns
+    -------
+    Tensor (B or 1, Hq or 1, tiles, blocks + 1, 3), INT64
+    """
+    seen = torch.nn.functional.pad(keep, (0, -keep.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
+    seen = seen.expand(-1, -1, rows, -1)
+    last = seen[:, :, -1:].expand(-1, -1, -rows % TILE, -1)  # the kernel may compute the last row twice
+    halves = torch.cat([seen, last], 2).unflatten(2, (-1, TILE // HALF, HALF))
+    places = torch.arange(HALF, device=keep.device).view(HALF, 1)
+    bits = (halves.long() << places).sum(-2)  # (..., tiles, 2, blocks)
+    visited = bits.ne(0).any(-2)
+    order = torch.argsort((~visited).int(), dim=-1, stable=True).unsqueeze(-2)
+    steps = torch.cat([order, bits.gather(-1, order.expand_as(bits))], -2).mT
+    count = torch.nn.functional.pad(visited.sum(-1, keepdim=True), (0, 2)).unsqueeze(-2)
+    return torch.cat([count, steps], -2).contiguous()

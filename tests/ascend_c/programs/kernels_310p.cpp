@@ -1,0 +1,74 @@
+// The 310P's kernels on arrays.
+#include "binding/on_twin_310p.h"
+#include "harness.h"
+#include "inputs.h"
+#include "tiling/plan_310p.h"
+
+TWIN_CASE(attend)
+{
+    const harness::Arguments& a = arguments;
+    choose_mutant(a);
+    pasa::Settings settings;
+    settings.causal = a.number("causal") != 0;
+    settings.has_lengths = a.number("lengths") != 0;
+    settings.scale = real(a, "scale");
+    const pasa::AttentionTiling tiling = pasa::PlanAttention310P(shape_of(a), settings);
+    const size_t rows = size_t{tiling.batch} * tiling.heads * pasa::RoundUp(tiling.rows, pasa::kFractal);
+    auto q = given<half>(a, "q"), keys = given<half>(a, "keys"), v = given<half>(a, "values");
+    auto anchors = given<half>(a, "anchors");
+    auto units = given<float>(a, "units");
+    auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    std::vector<half> out(rows * tiling.dim);
+    std::vector<float> lse(rows);
+    const pasa::Attention310P pointers{data(q),     data(keys),    data(v),   data(anchors),
+                                       data(units), data(lengths), data(out), data(lse)};
+    const twin::Report report =
+        pasa::AttendOnTwin(pointers, tiling, static_cast<uint32_t>(a.number("cores", 1)), a.options());
+    a.save("out", out.data(), out.size());
+    a.save("lse", lse.data(), lse.size());
+    return report;
+}
+
+// K' and its anchors from k, and v as fractals.
+TWIN_CASE(shift)
+{
+    const harness::Arguments& a = arguments;
+    choose_mutant(a);
+    pasa::Shape shape = shape_of(a);
+    shape.heads = shape.kv_heads;
+    shape.rows = 1;
+    const pasa::ShiftTiling tiling = pasa::PlanShift(shape, real(a, "scale"), true, a.number("lengths") != 0, false);
+    const size_t blocks = size_t{tiling.heads} * tiling.blocks, numbers = blocks * pasa::kBlockKeys * tiling.dim;
+    auto k = given<half>(a, "k"), v = given<half>(a, "v");
+    auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
+    std::vector<half> keys(numbers), values(numbers), anchors(blocks * 2 * tiling.dim);
+    std::vector<float> units(blocks * pasa::kUnitCopies);
+    const uint32_t cores = static_cast<uint32_t>(a.number("cores", 3));
+    twin::Report report = pasa::ShiftOnTwin({data(k), data(lengths), data(keys), data(anchors), data(units)}, tiling,
+                                            cores, a.options());
+    if (report.ok) report = pasa::LayOutOnTwin({data(v), data(lengths), data(values)}, tiling, cores, a.options());
+    a.save("keys", keys.data(), keys.size());
+    a.save("values", values.data(), values.size());
+    a.save("anchors", anchors.data(), anchors.size());
+    a.save("units", units.data(), units.size());
+    return report;
+}
+
+// The sentence with which PlanAttention310P refuses a call, as a fault.
+TWIN_CASE(plan)
+{
+    pasa::Settings settings;
+    settings.exact = arguments.number("exact", 1) != 0;
+    settings.has_sinks = arguments.number("sinks") != 0;
+    settings.unbiased_columns = static_cast<uint32_t>(arguments.number("unbiased_columns"));
+    settings.to_bf16 = arguments.number("to_bf16") != 0;
+    settings.scale = real(arguments, "scale");
+    twin::Report report;
+    try {
+        pasa::PlanAttention310P(shape_of(arguments), settings);
+    } catch (const std::invalid_argument& error) {
+        report.ok = false;
+        report.fault.sentence = error.what();
+    }
+    return report;
+}
