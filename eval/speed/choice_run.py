@@ -25,7 +25,7 @@ from pasa.ops import measured
 DIMS = (40, 64, 80, 128, 192, 256)
 HEADS, TOKENS = (8, 64), (128, 512, 2048, 8192)
 MOST_HEADS = 512  # for the fewest tokens
-KINDS: dict[str, dict[str, bool]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
+KINDS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
 MASKED_DIMS = (64, 80, 128, 192)
 # Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
 DECODING = (

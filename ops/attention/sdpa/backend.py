@@ -58,7 +58,8 @@ def _attend_planned(call: Call) -> Results:
         made = call_cudnn(q, k, v, None, causal, scale) if allowed and by_cudnn else None
         if made is not None and kept[0].run(*made, q, k, v) and is_tokens_first(made[0]) == tokens_first:
             return made
-        repeated = Call(q, k, v, **limits, **dict(zip(optional, others, strict=True)))
+        given: dict[str, Any] = limits | dict(zip(optional, others, strict=True))
+        repeated = Call(q, k, v, **given)
         out, lse, *_ = _attend_dense(repeated, kept)
         return repeated.laid_out(out), lse.contiguous()
 
