@@ -60,6 +60,17 @@ def test_many_rows_are_not_decoded(launches):
     assert launches == []
 
 
+@pytest.mark.parametrize(
+    "how", [{"window": (90, 0)}, {"attn_mask": torch.arange(150) % 3 > 0}, {"return_max_logits": True}], ids=str
+)
+def test_rows_with_what_decoding_lacks_take_prefill(launches, how):
+    """A mask that decoding ignored would change the output by far more than roundings."""
+    q, k, v = normal_qkv((4, 2), (2, 150), 32)
+    found, expected = (pasa.attention(q, k, v, backend=name, return_lse=True, **how) for name in ("npu", "reference"))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert launches == []
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 def test_layouts_and_types(launches, layout):
     """Keys of tokens before heads are read where they are."""
@@ -154,6 +165,14 @@ def test_prompts_of_about_one_length_are_gathered_for_prefill(launches, longest)
     found, expected = (attend_paged(x, name, **how) for name in ("npu", "reference"))
     assert launches == ([0] if longest is None else [])  # without a bound, one sequence might have all tokens
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("how", [{"window": (90, 0)}, {"return_max_logits": True}], ids=str)
+def test_pages_with_what_decoding_lacks_are_gathered_for_prefill(launches, how):
+    x = paged(lengths=[300, 1, 150])
+    found, expected = (attend_paged(x, name, **how) for name in ("npu", "reference"))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert launches == []
 
 
 def test_a_paged_decode_falls_back_nowhere(npu):
