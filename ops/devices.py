@@ -123,3 +123,11 @@ def npu_chip() -> str:
     """Return the name of this machine's NPU, such as Ascend910B3 or Ascend310P3; empty if there is none."""
     npu = getattr(torch, "npu", None)  # torch_npu adds it
     return str(npu.get_device_name()) if npu is not None and npu.is_available() else ""
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would change the arithmetic that the options state.
+
+    Autocast is rarely on and turning it off takes time, so the context is empty where it is off.
+    """
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -11,7 +11,6 @@ the `autograd.Function`, because torch does not support it for custom operators.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,14 +24,6 @@ from pasa.ops.plans import tensors_of
 
 _functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}  # for torch.func.grad, which needs `setup_context`
 _short_functions: dict[CustomOpDef, type[torch.autograd.Function]] = {}
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would change the arithmetic that the options state.
-
-    Autocast is rarely on and turning it off takes time, so the context is empty where it is off.
-    """
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def refuse_tangents(tensors: tuple[Any, ...]) -> None:

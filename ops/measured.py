@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("measured.json")
+OTHER = "sdpa"  # the backend that takes calls over where it is faster
 DECODING = 16  # query rows of a head; with more, other kernels serve a call
 SHAPES = 4096  # the most shapes whose answer is kept
 
@@ -64,7 +65,8 @@ class Shape:
     def kind(self) -> tuple[object, ...]:
         """Return what other kernels serve: head dimension, kind of mask, decoding or not, causal or not."""
         decodes = self.rows <= DECODING
-        return *kind_of_dim(self.dim), self.mask, decodes, self.causal and not decodes
+        causal = self.causal and not decodes
+        return *kind_of_dim(self.dim), self.mask, decodes, causal, causal and self.rows != self.keys
 
 
 def kind_of_dim(dim: int) -> tuple[int, bool]:
@@ -121,7 +123,8 @@ def nearest(capability: str, shape: Shape, measurements: Sequence[Measurement] |
     """
     found = table() if measurements is None else measurements
     near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
-    distance, best = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+    # Of measurements that are equally far, one by which the preferred backend stays.
+    distance, best = min(near, key=lambda pair: (round(pair[0], 9), pair[1].faster == OTHER), default=(math.inf, None))
     return best if distance < math.inf else None
 
 

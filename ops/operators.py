@@ -26,7 +26,7 @@ from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
 from pasa.ops.backends import Request
-from pasa.ops.dispatch import without_autocast
+from pasa.ops.devices import without_autocast
 from pasa.ops.plans import recorded
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from pasa.ops.devices import on_device
+from pasa.ops.devices import on_device, without_autocast
 
 PLANS = 4096  # the most geometries that are kept; a decoded sequence adds one for every token, of a few kilobytes
 ALIGNMENT = 256  # bytes: parts of the workspace are aligned as the allocator aligns tensors
@@ -254,7 +254,7 @@ class Plan:
         first: Any = inputs[self.used[0]]
         if self.whole is not None:
             function, places = self.whole
-            with on_device(first):
+            with on_device(first), without_autocast(first.device.type):
                 return *function(*[inputs[place] for place in places]), *self.empty
         with on_device(first):
             results = tuple([make and make() for make in self.results])

@@ -122,8 +122,8 @@ FUSED = [
     mutant(
         "without a mask, a row whose log-sum-exp is -inf counts as a row without keys",
         GUARD,
-        "else tl.abs(b_lse) < INF",
-        "else b_lse < INF",
+        "m_lse & ((b_lse > -INF) | (o_m + (keys - rows) + right < 0))",
+        "m_lse & (b_lse < INF)",
         KEPT,
     ),
     mutant(

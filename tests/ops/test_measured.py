@@ -134,6 +134,22 @@ def test_the_nearest_measurement_counts():
     assert measured.nearest("9.0", FULL, ()) is None
 
 
+def test_of_two_measurements_that_are_equally_far_the_preferred_backend_wins():
+    """So the order of a table decides nothing."""
+    long = dataclasses.replace(FASTER, shape=dataclasses.replace(FULL, rows=16384, keys=16384))
+    between = dataclasses.replace(FULL, rows=8192, keys=8192)
+    assert measured.nearest("9.0", between, (SLOWER, long)) is long
+    assert measured.nearest("9.0", between, (long, SLOWER)) is long
+
+
+def test_causal_rows_behind_a_cache_are_a_kind_of_their_own():
+    """The fused attention takes two calls for them, and one for as many rows as keys."""
+    causal = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, causal=True))
+    chunk = dataclasses.replace(FULL, causal=True, rows=512)
+    assert measured.nearest("9.0", causal.shape, (causal,)) is causal
+    assert measured.nearest("9.0", chunk, (causal,)) is None
+
+
 def test_a_table_survives_being_written(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "FILE", tmp_path / "table.json")
     measured.FILE.write_text(measured.to_json((SLOWER, FASTER)))

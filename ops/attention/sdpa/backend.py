@@ -18,7 +18,14 @@ from torch import Tensor
 
 from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, to_fp16
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
-from pasa.ops.attention.sdpa.fused import call_cudnn, cudnn_serves, fused_attention, has_aligned_rows, score_format
+from pasa.ops.attention.sdpa.fused import (
+    call_cudnn,
+    cudnn_allowed,
+    cudnn_serves,
+    fused_attention,
+    has_aligned_rows,
+    score_format,
+)
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart, attend_each
 from pasa.ops.attention.spec.pages import attend_gathered
@@ -54,10 +61,10 @@ def _attend_planned(call: Call) -> Results:
     by_cudnn = listed and _is_direct(call) and cudnn_serves(call.q, call.k, call.v, None, causal)
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        allowed = kept and torch.backends.cuda.cudnn_sdp_enabled()  # a program may change this setting
-        made = call_cudnn(q, k, v, None, causal, scale) if allowed and by_cudnn else None
-        if made is not None and kept[0].run(*made, q, k, v) and is_tokens_first(made[0]) == tokens_first:
-            return made
+        if by_cudnn and kept and cudnn_allowed():
+            out, lse = call_cudnn(q, k, v, None, causal, scale)
+            if kept[0].run(out, lse, q, k, v):
+                return out.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else out.contiguous(), lse
         given: dict[str, Any] = limits | dict(zip(optional, others, strict=True))
         repeated = Call(q, k, v, **given)
         out, lse, *_ = _attend_dense(repeated, kept)

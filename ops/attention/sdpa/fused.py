@@ -128,6 +128,11 @@ def cudnn_serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: b
     return q.is_cuda and torch.backends.cuda.can_use_cudnn_attention(params)
 
 
+def cudnn_allowed() -> bool:
+    """Return whether torch's settings, which a program may change between calls, let cuDNN serve a call."""
+    return torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
 def call_cudnn(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -310,13 +310,12 @@ def finish_kernel(
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
-        if SCANNED or MASK != "none":
-            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        if MASK != "none":  # otherwise a query that is not finite shows in the log-sum-exp
-            m_clean = m_clean & is_finite(b_q)
+        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        m_clean = m_clean & is_finite(b_q)
         broken = tl.max(tl.where(m_clean, 0, 1), 1)
-        # Rows without keys have -inf. Only a mask makes many of them, so without a mask -inf is looked into as well.
-        m_lse = b_lse < INF if MASK != "none" else tl.abs(b_lse) < INF
+        m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf
+        if MASK == "none":
+            m_lse = m_lse & ((b_lse > -INF) | (o_m + (keys - rows) + right < 0))
         broken = tl.where(m_lse, broken, 1)  # also where it is NaN
         if SCANNED:
             b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
