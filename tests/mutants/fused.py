@@ -124,7 +124,7 @@ FUSED = [
         GUARD,
         "m_lse & ((b_lse > -INF) | (o_m + (keys - rows) + right < 0))",
         "m_lse & (b_lse < INF)",
-        KEPT,
+        OF_GUARD + "test_without_a_mask_only_rows_before_the_first_key_have_none",
     ),
     mutant(
         "keys that no row sees enter the anchor of the Triton guard",

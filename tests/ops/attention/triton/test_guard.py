@@ -142,6 +142,18 @@ def test_below_a_mask_a_query_that_the_kernel_hid_makes_its_row_nan(bad):
     assert torch.equal(new_lse[others], lse[others])
 
 
+def test_without_a_mask_only_rows_before_the_first_key_have_none():
+    """A kernel may take a row whose keys are all NaN for one without keys, and give it 0 and -inf."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (40, 30), 16))
+    k[:] = torch.nan
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, device=DEVICE)
+    new, new_lse = guard.finish(KernelCall.of(Call(q, k, v, 0.25, is_causal=True)), None, out, lse)
+    assert new[:, :, 10:].isnan().all()
+    assert new_lse[:, :, 10:].isnan().all()
+    assert not new[:, :, :10].any()
+    assert (new_lse[:, :, :10] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("anchored", [False, True])
 def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
