@@ -5,6 +5,7 @@ A mutant is a number; 0 is the unchanged kernel. One program holds all mutants, 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -311,6 +312,11 @@ def chosen(right: str, wrong: str, number: int) -> str:
         replaced = wrong[4:].rpartition(")")[0]
         return f"if (pasa_mutant == {number} ? {replaced} : ({condition})){rest}"
     return f"if (pasa_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
+
+
+def tried_now(mutants: list[Mutant]) -> list[Mutant]:
+    """Return every fifth mutant, or all of them for `scripts/test.sh --all`, which sets PASA_ALL_MUTANTS."""
+    return mutants if os.environ.get("PASA_ALL_MUTANTS") else mutants[::5]
 
 
 def write_mutants(folder: Path, sources: str = "*.h", rules: dict[str, tuple[str, str]] = RULES) -> list[Mutant]:
