@@ -118,7 +118,7 @@ MAY_IMPORT = {
     f"{TRITON}.c_launcher": ("pasa.ops.devices",),
     TRITON: (*SPEC, *HOST),
     "pasa.ops.attention.ascend": (*SPEC, "pasa.ops.devices"),
-    "pasa.ops.attention.sdpa": (*SPEC, "pasa.ops.devices", "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
+    "pasa.ops.attention.sdpa": (*SPEC, *HOST, "pasa.ops.attention.ascend.inputs", f"{TRITON}.guard"),
     "pasa.ops.backends": (*BASE, *CALL, "pasa.ops.devices"),
     "pasa.ops.measured": (),
     "pasa.ops.registry": (*BASE, *CALL, "pasa.ops.devices", "pasa.ops.backends", "pasa.ops.measured"),

@@ -50,7 +50,8 @@ def draw(rng: Random, backend: str | None = None) -> Params:
     precision = rng.choice(("pasa",) * 9 + (rng.choice(BASELINES),))
     recovery = rng.choice(("exact",) * 5 + ("paper",)) if precision == "pasa" else "exact"
     params: Params = {
-        "backend": backend, "batch": rng.choice((1, 1, 2, 3)), "heads": rng.choice((1, 1, 2, 3)),
+        "backend": backend, "batch_invariant": False,
+        "batch": rng.choice((1, 1, 2, 3)), "heads": rng.choice((1, 1, 2, 3)),
         "groups": rng.choice((1, 1, 2, 4)), "rows": rng.choice((1, 1, 2, 3, 7, 17, 40)),
         "keys": rng.choice((1, 2, 3, 15, 31, 60, 100, 129) if small else (1, 2, 3, 15, 31, 60, 100, 129, 150)),
         "dim": rng.choice(DIMS) if rng.random() < 0.95 else rng.choice(FAR_DIMS[: 3 if small else 5]),
