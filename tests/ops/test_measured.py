@@ -135,7 +135,7 @@ def test_the_nearest_measurement_counts():
 
 
 def test_of_two_measurements_that_are_equally_far_the_preferred_backend_wins():
-    """So the order of a table decides nothing."""
+    """The order of a table decides nothing."""
     long = dataclasses.replace(FASTER, shape=dataclasses.replace(FULL, rows=16384, keys=16384))
     between = dataclasses.replace(FULL, rows=8192, keys=8192)
     assert measured.nearest("9.0", between, (SLOWER, long)) is long
