@@ -10,7 +10,7 @@ NVIDIA_CASES = [
             short_kernel,
             f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal,
             {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | sizes_of(dim, m, n) | features,
-            options={"num_warps": warps, "num_stages": 1},
+            options={"num_warps": warps, "num_stages": 1 if m * n < 2048 or n == 16 else 2},
             architectures=[before, 90],
         )
         for before, dim, m, n, warps, mask, causal, dropped, features in (
@@ -22,6 +22,11 @@ NVIDIA_CASES = [
             (89, 256, 64, 16, 4, "none", False, 0, {}),
             (80, 128, 32, 32, 4, "none", True, 13, {"WINDOW": True, "SINKS": True, "MAXIMA": True}),
             (89, 64, 32, 32, 1, "bool", False, 0, {"CAP": "high", "SINKS": True}),
+            (80, 128, 64, 64, 4, "none", True, 0, {}),
+            (89, 128, 64, 64, 4, "float", True, 0, {"WINDOW": True}),
+            (89, 128, 16, 64, 4, "none", False, 0, {}),
+            (89, 256, 32, 32, 4, "bool", True, 0, {}),
+            (80, 80, 64, 64, 4, "bool", False, 0, {}),
         )
     ),
 ]

@@ -1,27 +1,85 @@
-"""Triton kernel for short sequences of keys: all keys of a head are in one tile, so that one launch is enough.
+"""Triton kernel for short sequences of keys: one launch, in which each program goes through all keys of its rows.
 
-A video model attends over 25 frames at every pixel, and over one token: tens of thousands of heads with a few rows and
-keys each. One block of keys needs one anchor, and nothing is rescaled or merged.
+Where keys are few, a second launch costs more than splitting them would save. The rows of a tile are those of all query
+heads that share a key head, one head after another. Keys are used unchanged first, with a running maximum. If scores
+may be too large for FP32 sums, or a number is not finite, the program starts again with an anchor for each block.
 """
 
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.triton.decode.kernel import attend_split
 from pasa.ops.attention.triton.tile_math import (
+    ANCHOR_LIMIT,
     FP16_MAX,
     INF,
     LOG2_E,
     add_values,
-    anchored_scores,
     capped_scores,
     largest_score,
-    load_mask,
     mean_of_values,
     softmax_step,
 )
 
 
-@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "keys", "right", "span"])
+@triton.jit
+def attend_unshifted(
+    b_q, p_keys, p_values, p_masks, o_query, m_row, begin, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
+    stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys from `begin` to `end`; arguments as in `attend_split`.
+
+    Returns maxima, sums and products with the values, and whether they hold: rows may be wrong where the sum of their
+    products |q k|, taken with the largest |k| of each column, exceeds `ANCHOR_LIMIT`, or a number is not finite.
+    """
+    o_d = tl.arange(0, D_PAD)
+    factor = LOG2_E if MASK == "float" else scale * LOG2_E
+    FAST: tl.constexpr = MASK != "float" and CAP == "none"
+    b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
+    b_sum = tl.zeros((b_q.shape[0],), tl.float32)
+    b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
+    b_large = tl.zeros((BLOCK_N, D_PAD), tl.float16)
+    offset = tl.zeros_like(b_max)
+    for start in range(begin, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        o_wide = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+        m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
+        b_k = tl.load(p_keys + (o_wide * stride_kn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
+        m_seen = (o_n < end)[None, :] & m_row[:, None]
+        if CAUSAL:
+            m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
+        if WINDOW:
+            m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
+        b_s = tl.dot(b_q, tl.trans(b_k))
+        if CAP != "none":
+            b_s = capped_scores(b_s, ratio, CAP)
+        else:
+            b_large = tl.maximum(b_large, tl.abs(b_k), propagate_nan=tl.PropagateNan.ALL)
+        if MASK != "none":
+            p_tile = p_masks[:, None] + (o_wide * stride_mask_n)[None, :]
+            b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+            m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
+            if MASK == "float":
+                b_s = b_s * scale + b_bias
+        b_s = tl.where(m_seen, b_s, -INF)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, True, FAST)
+        b_acc = b_acc * alpha[:, None]
+        b_v = tl.load(p_values + (o_wide * stride_vn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
+        if CAP != "none":
+            b_acc = add_values(b_acc, b_p, b_v, m_seen)
+        else:
+            b_acc = tl.dot(b_p, b_v, b_acc)
+    good = tl.full((), 1, tl.int32)
+    if CAP == "none":  # a maximum may lose a NaN, so a NaN becomes an infinity first
+        b_top = tl.max(tl.where(b_large <= FP16_MAX, b_large.to(tl.float32), INF), 0)
+        m_good = tl.sum(tl.abs(b_q.to(tl.float32)) * b_top[None, :], 1) * scale <= ANCHOR_LIMIT
+        m_good = m_good & (tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0)
+        good = tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
+    return b_max, b_sum, b_acc, good
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
 def short_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
@@ -50,9 +108,9 @@ def short_kernel(
     stride_mask_h,
     stride_mask_m,
     stride_mask_n,
-    heads,
+    kv_heads,
     group,
-    tiles,
+    tiles,  # of the rows of a key head
     rows,
     keys,
     right,  # as `KernelCall.limits`, if WINDOW
@@ -60,71 +118,68 @@ def short_kernel(
     scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
     ratio,
     MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr,  # also if WINDOW: the keys of a row end at a diagonal
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at least `keys`
+    BLOCK_N: tl.constexpr,
     DROPPED: tl.constexpr,  # how outputs are rounded: rounding_kernel.py
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`
     SINKS: tl.constexpr,
     MAXIMA: tl.constexpr,
 ):
-    """Compute softmax(scale q k^T + mask) v and its log-sum-exp for one tile of BLOCK_M query rows of one head."""
-    o_tile = tl.program_id(0) % tiles
-    head = tl.cast((tl.program_id(0) // tiles) % heads, tl.int64)
-    batch = tl.cast(tl.program_id(0) // tiles // heads, tl.int64)
-    o_m = tl.arange(0, BLOCK_M)
-    o_n = tl.arange(0, BLOCK_N)
+    """Compute softmax(scale q k^T + mask) v and its log-sum-exp for BLOCK_M rows of the heads of one key head."""
+    first = (tl.program_id(0) % tiles) * BLOCK_M
+    o_pair = tl.program_id(0) // tiles
+    batch = tl.cast(o_pair // kv_heads, tl.int64)
+    kv_head = tl.cast(o_pair % kv_heads, tl.int64)
+    o_m = first + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
-    o_row = o_tile * BLOCK_M + o_m
-    at = tl.cast(o_tile * BLOCK_M, tl.int64)
-    m_q = (o_row < rows)[:, None] & (o_d < D)[None, :]
-    m_kv = (o_n < keys)[:, None] & (o_d < D)[None, :]
-    # queries (M, D), keys and values (N, D)
-    p_rows = p_q + batch * stride_qb + head * stride_qh + at * stride_qm
-    p_keys = p_k + batch * stride_kb + (head // group) * stride_kh
-    p_values = p_v + batch * stride_vb + (head // group) * stride_vh
-    b_q = tl.load(p_rows + o_m[:, None] * stride_qm + o_d[None, :], mask=m_q, other=0.0)
-    b_k = tl.load(p_keys + o_n[:, None] * stride_kn + o_d[None, :], mask=m_kv, other=0.0)
-    b_v = tl.load(p_values + o_n[:, None] * stride_vn + o_d[None, :], mask=m_kv, other=0.0)
+    m_row = o_m < group * rows
+    m_q = m_row[:, None] & (o_d < D)[None, :]
+    o_head = kv_head * group + o_m // rows
+    o_query = o_m % rows
+    p_rows = p_q + batch * stride_qb + o_head * stride_qh + tl.cast(o_query, tl.int64) * stride_qm
+    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
     b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
-    # what each row sees (M, N)
-    m_tile = (o_n < keys)[None, :] & (o_row < rows)[:, None]
-    m_seen = m_tile
+    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
+    p_masks = (
+        p_mask + batch * stride_mask_b + o_head * stride_mask_h + tl.cast(o_query, tl.int64) * stride_mask_m
+    )  # fmt: skip
+    # the keys that some row of the tile sees
+    last = tl.minimum(first + BLOCK_M, group * rows) - 1
+    one_head = first // rows == last // rows
+    diagonal = keys - rows
+    begin = 0
+    end = keys
     if WINDOW:
-        last = o_row + keys - rows + right
-        m_seen = m_seen & (o_n[None, :] <= last[:, None]) & (o_n[None, :] >= last[:, None] - span)
-    elif CAUSAL:
-        m_seen = m_seen & (o_n[None, :] <= o_row[:, None] + keys - rows)
-    if MASK != "none":
-        p_tile = p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m
-        m_seen, b_bias = load_mask(p_tile, m_tile, m_seen, stride_mask_m, stride_mask_n, MASK)
-    m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0
-    if CAP != "none":
-        b_s = capped_scores(tl.dot(b_q, tl.trans(b_k)), ratio, CAP)
-        frame = tl.zeros((BLOCK_M,), tl.float32)
-    else:  # scores (M, N), less those of the anchor
-        b_wide = b_q.to(tl.float32)
-        b_s, b_anchor = anchored_scores(b_q, b_k, m_key, tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale, True)
-        frame = tl.sum(b_wide * b_anchor[None, :], 1) * scale
-    factor = scale * LOG2_E
-    if MASK == "float":
-        b_s = b_s * scale + b_bias
-        factor = LOG2_E
-    b_s = tl.where(m_seen, b_s, -INF)
-    # softmax and values
-    b_zero = tl.zeros((BLOCK_M,), tl.float32)
-    b_p, _, b_max, b_sum = softmax_step(b_s, b_zero, factor, b_zero - INF, b_zero, True, False)
-    b_acc = add_values(tl.zeros((BLOCK_M, D_PAD), tl.float32), b_p, b_v, m_seen)
+        diagonal += right
+        begin = tl.maximum(tl.where(one_head, first % rows, 0) + diagonal - span, 0) // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
+    b_max, b_sum, b_acc, good = attend_unshifted(
+        b_q, p_keys, p_values, p_masks, o_query, m_row, begin, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
+        stride_mask_n, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+    )  # fmt: skip
+    b_frame = tl.zeros((D_PAD,), tl.float32)
+    if CAP == "none":
+        if good == 0:
+            b_wide = b_q.to(tl.float32)
+            longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+            b_max, b_sum, b_acc, b_frame, _ = attend_split(
+                b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc), b_frame,
+                tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query, m_row, begin, end,
+                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+            )  # fmt: skip
     nats = b_max if MASK == "float" else b_max * scale
-    nats += frame
-    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sink + head, D, DROPPED, True, SINKS)
-    p_rows = p_out + batch * stride_ob + head * stride_oh + at * stride_om
-    tl.store(p_rows + o_m[:, None] * stride_om + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q)
-    p_rows_lse = p_lse + batch * stride_lb + head * stride_lh + at * stride_lm
-    tl.store(p_rows_lse + o_m * stride_lm, b_lse, mask=o_row < rows)
+    nats += tl.sum(b_q.to(tl.float32) * b_frame[None, :], 1) * scale
+    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sink + o_head, D, DROPPED, True, SINKS)
+    p_rows = p_out + batch * stride_ob + o_head * stride_oh + tl.cast(o_query, tl.int64) * stride_om
+    tl.store(p_rows[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q)
+    o_lse = batch * stride_lb + o_head * stride_lh + tl.cast(o_query, tl.int64) * stride_lm
+    tl.store(p_lse + o_lse, b_lse, mask=m_row)
     if MAXIMA:
-        p_rows_largest = p_largest + batch * stride_lb + head * stride_lh + at * stride_lm
-        tl.store(p_rows_largest + o_m * stride_lm, largest_score(b_max, b_sum, nats), mask=o_row < rows)
+        tl.store(p_largest + o_lse, largest_score(b_max, b_sum, nats), mask=m_row)
