@@ -15,6 +15,7 @@ from pasa.ops.attention.triton.tile_math import (
     INF,
     NORM_MARGIN,
     exact_anchor,
+    in_steps,
     is_finite,
     load_keys,
 )
@@ -93,6 +94,7 @@ def anchor_kernel(
     CHECK_VALUES: tl.constexpr,
     VARLEN: tl.constexpr,
     MARKED: tl.constexpr,  # return at once if `p_marked` holds 0; the next kernel is launched early
+    STEP: tl.constexpr,  # of the strides of k and v: `in_steps`
 ):
     """Compute the anchor of every block, and the largest norm of its keys.
 
@@ -109,6 +111,8 @@ def anchor_kernel(
     o_batch, o_head, o_block, first, n = locate_block(
         tl.program_id(0), p_block, p_cu, heads, length, blocks, BLOCK, VARLEN
     )
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     batch = tl.cast(o_batch, tl.int64)
     p_k += batch * stride_kb
     m_key = tl.arange(0, BLOCK) < n

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
-from pasa.ops.attention.triton.kernel_call import Packing, strides_of
+from pasa.ops.attention.triton.kernel_call import Packing, step_of, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import pad_dim
@@ -80,7 +80,8 @@ def find_anchors(
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
         (*strides_of(k), *strides_of(v), seen_stride, groups, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
-         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": False},
+         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": False,
+         "STEP": step_of(k, v)},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
     return key_blocks

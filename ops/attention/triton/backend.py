@@ -24,7 +24,7 @@ from pasa.ops.attention.triton.paper.launch import paper_attention
 from pasa.ops.attention.triton.prefill.launch import prefill_attention
 from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.short.launch import is_short, short_attention
-from pasa.ops.attention.triton.tiles import pad_dim, processors
+from pasa.ops.attention.triton.tiles import hopper_pad, pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
 from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
@@ -32,8 +32,8 @@ from pasa.ops.plans import repeat_whole
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
-# What the Hopper kernel serves: padded head dimensions, their step, and keys of an anchor block. TMA pads tiles without
-# a cost in memory, and needs rows of multiples of 16 bytes.
+# What the Hopper kernel serves: padded head dimensions, their step, and keys of an anchor block. TMA needs rows of
+# multiples of 16 bytes.
 HOPPER_PADS, HOPPER_STEP, HOPPER_BLOCK = (64, 128), 8, 128
 Family: TypeAlias = Callable[[KernelCall], tuple[Tensor, Tensor, Tensor | None]]
 ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more
@@ -92,7 +92,7 @@ def hopper_serves(call: KernelCall) -> bool:
     exact = options.precision == "pasa" and options.recovery == "exact" and options.block_k == HOPPER_BLOCK
     plain = exact and call.mask is None and not call.features
     dim = call.q.shape[-1]
-    fits = dim % HOPPER_STEP == 0 and pad_dim(dim) in HOPPER_PADS
+    fits = dim % HOPPER_STEP == 0 and hopper_pad(dim) in HOPPER_PADS
     return plain and fits and _is_hopper(call.q.device)
 
 

@@ -32,7 +32,7 @@ TYPES = {
 
 
 # Features of calls, off unless a case has them; kernels that lack one do not get its constant.
-OFF: Case = {"WINDOW": False, "CAP": "none", "SINKS": False, "MAXIMA": False}
+OFF: Case = {"WINDOW": False, "CAP": "none", "SINKS": False, "MAXIMA": False, "STEP": 1}
 
 
 def make_case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:

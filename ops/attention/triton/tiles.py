@@ -65,6 +65,14 @@ def pad_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def hopper_pad(dim: int) -> int:
+    """Return the padded head dimension of the kernels for Hopper, whose smallest tile has 64 columns.
+
+    TMA pads tiles without a cost in memory. The portable kernels are faster where most of 64 columns would be padding.
+    """
+    return 64 if 32 <= dim <= 64 else pad_dim(dim)
+
+
 def candidates(architecture: str, pad: int, block_k: int, rows: int) -> tuple[Tile, ...]:
     """Return the tiles for a padded head dimension, cut to divide the anchor block and to fit a call of `rows`."""
     by_dim = TABLE[architecture]

@@ -21,6 +21,7 @@ from pasa.ops.attention.triton.tile_math import (
     anchored_scores,
     beside_sink,
     capped_scores,
+    in_steps,
     largest_score,
     next_frame,
     softmax_step,
@@ -222,8 +223,12 @@ def decode_kernel(
     PDL: tl.constexpr,  # launched before the previous kernel ends
     WINDOW: tl.constexpr,  # with CAUSAL: rows see no key before their window either
     CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`; other than "none" never EXACT
+    STEP: tl.constexpr,  # of the strides of q, k and v: `in_steps`
 ):
     """Attend within one split of one key head: all its query rows against `keys_each` keys."""
+    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     if PDL:
         if EXACT:
             tl.extra.cuda.gdc_launch_dependents()

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
 from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
-from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E
+from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, in_steps
 
 OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once
 FP32_MAX = tl.constexpr(3.4028234e38)
@@ -332,8 +332,12 @@ def decode_lanes_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # keys of a lane
     PDL: tl.constexpr,
+    STEP: tl.constexpr,  # of the strides of q, k and v: `in_steps`
 ):
     """Attend as one of `splits` programs of one key head, or as one lane of a program if EXACT."""
+    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     if PDL:
         if EXACT:
             tl.extra.cuda.gdc_launch_dependents()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
-from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import early, launch, launched_early, workspace
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors, warps_for
 
@@ -126,7 +126,8 @@ def _lanes(call: KernelCall, block_n: int) -> Splits:
              splits.low),
             (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              kv_heads, call.group, rows, keys, programs, call.scale),
-            {"EXACT": exact, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES, "PDL": early(device)},
+            {"EXACT": exact, "CAUSAL": call.is_causal, **sizes(dim, 16, block_n), "LANES": LANES, "PDL": early(device),
+             "STEP": step_of(call.q, call.k, call.v)},
             **lane_options(device, exact),
         )  # fmt: skip
     return splits
@@ -149,7 +150,7 @@ def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
          kv_heads, call.group, rows, keys, splits.count, splits.keys, *call.limits, call.unit, call.ratio),
         {"MASK": call.mask_kind, "CAUSAL": call.banded, **sizes(dim, tile.block_m, tile.block_n),
-         "EXACT": exact, "PDL": early(call.q.device), **call.flags},
+         "EXACT": exact, "PDL": early(call.q.device), **call.flags, "STEP": step_of(call.q, call.k, call.v)},
         num_warps=tile.warps, num_stages=tile.stages, **launched_early(call.q.device),
     )  # fmt: skip
 

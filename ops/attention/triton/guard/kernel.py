@@ -7,7 +7,7 @@ program decides from its own numbers whether it has something to repair.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, is_finite
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, in_steps, is_finite
 
 LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up to here cannot be rounded to infinity
 
@@ -271,6 +271,7 @@ def finish_kernel(
     BLOCK_M: tl.constexpr,  # of them looked at together
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,  # launched while the fused kernel ends
+    STEP: tl.constexpr,  # of the strides of q, k, v and the output: `in_steps`
 ):
     """Add to the log-sum-exp what anchors took from the scores, and attend again from rows that may be wrong.
 
@@ -279,6 +280,10 @@ def finish_kernel(
     Queries and outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
     every log-sum-exp is finite.
     """
+    stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
+    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     o_pair = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_L
     batch = tl.cast(o_pair // heads, tl.int64)

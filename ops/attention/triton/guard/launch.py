@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
-from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, strides_of, visible_keys
+from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, step_of, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import Launch, early, launch, launched_early, prepared
 from pasa.ops.attention.triton.tiles import pad_dim
 from pasa.ops.devices import on_device
@@ -127,7 +127,8 @@ def finish(
             (*strides_of(out), *lse.stride(), *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              *call.mask_strides, heads, call.group, rows, keys, tiles, left, right, call.scale),
             {"MASK": call.mask_kind, "SCANNED": anchors is not None, "D": dim, "D_PAD": pad, "BLOCK_L": block_l,
-             "BLOCK_M": block_m, "BLOCK_N": REDONE // pad, "PDL": early(out.device)},
+             "BLOCK_M": block_m, "BLOCK_N": REDONE // pad, "PDL": early(out.device),
+             "STEP": step_of(out, call.q, call.k, call.v)},
             **launched_early(out.device),
         )  # fmt: skip
         step(tensors)

@@ -27,10 +27,10 @@ from pasa.ops.attention.triton.hopper.centre_kernel import TILE as CENTRE_TILE
 from pasa.ops.attention.triton.hopper.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
-from pasa.ops.attention.triton.kernel_call import KernelCall, output_dtype
+from pasa.ops.attention.triton.kernel_call import STEP, KernelCall, output_dtype
 from pasa.ops.attention.triton.launcher import ready_for
 from pasa.ops.attention.triton.tile_math import SLICE
-from pasa.ops.attention.triton.tiles import pad_dim, processors
+from pasa.ops.attention.triton.tiles import hopper_pad, processors
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 CENTRE_WARPS = 2
@@ -79,7 +79,7 @@ class Plan:
                  dropped: int, device: torch.device, invariant: bool = False) -> None:  # fmt: skip
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
-        pad = pad_dim(dim)
+        pad = hopper_pad(dim)
         pairs, blocks, part = batch * heads_kv, -(-keys // KEY_BOX), CENTRE_TILE.value // pad
         parts, ragged = -(-keys // part), is_causal or keys % KEY_BOX != 0
         section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * (heads // heads_kv))
@@ -102,7 +102,7 @@ class Plan:
         self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
             *strides[1][:3], *strides[2][:3], 0, 1, heads_kv, keys, blocks,
-            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True,
+            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True, STEP,
         )  # fmt: skip
         self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)
         # One buffer holds what the passes over the keys find.
@@ -169,7 +169,7 @@ class Plan:
 
     def _descriptors(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Return tensor maps of q, k, K', v and the output, as Triton takes them."""
-        pad = pad_dim(self.shapes["q"][3])  # TMA fills what is beyond the head dimension with zeros
+        pad = hopper_pad(self.shapes["q"][3])  # TMA fills what is beyond the head dimension with zeros
         boxes = {name: [1, 1, QUERY_BOX if name in "qo" else KEY_BOX, pad] for name in self.shapes}
         return [
             (TensorDescriptor(x, list(shape), self.strides[name], boxes[name], SWIZZLE),)

@@ -17,6 +17,7 @@ from pasa.ops.attention.triton.tile_math import (
     LOG2_E,
     add_values,
     capped_scores,
+    in_steps,
     is_bounded,
     largest_score,
     load_mask,
@@ -303,8 +304,13 @@ def attention_kernel(
     CAP: tl.constexpr,  # as in `attend`; other than "none" only with SHIFT "none", and not GUARDED
     SINKS: tl.constexpr,
     MAXIMA: tl.constexpr,
+    STEP: tl.constexpr,  # of the strides of q, k, v and the output: `in_steps`
 ):
     """Compute softmax(scale q k^T + mask) v and its log-sum-exp, one tile of BLOCK_M query rows at a time."""
+    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
+    stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     if GUARDED and not FAST:
         work = tl.where(tl.load(p_marked) > 0, work, 0)
     turns = 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pasa.ops.attention.triton.anchor_launch import KeyBlocks, find_anchors, shift_exact
-from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, strides_of, visible_keys, work_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, step_of, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.prefill.kernel import attention_kernel
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
@@ -132,7 +132,8 @@ class Pass:
              "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
              "LISTED": self.listed is not None, "LOOP": loop, "DROPPED": call.dropped,
-             **call.flags, "SINKS": call.sinks is not None, "MAXIMA": call.max_logits},
+             **call.flags, "SINKS": call.sinks is not None, "MAXIMA": call.max_logits,
+             "STEP": step_of(call.q, self.keys, call.v, self.out)},
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ NVIDIA_CASES = [
             (89, 128, 64, 64, 4, "float", True, 0, {"WINDOW": True}),
             (89, 128, 16, 64, 4, "none", False, 0, {}),
             (89, 256, 32, 32, 4, "bool", True, 0, {}),
-            (80, 80, 64, 64, 4, "bool", False, 0, {}),
+            (80, 72, 64, 64, 4, "bool", False, 0, {"STEP": 8}),
         )
     ),
 ]

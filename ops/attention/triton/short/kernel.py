@@ -16,6 +16,7 @@ from pasa.ops.attention.triton.tile_math import (
     LOG2_E,
     add_values,
     capped_scores,
+    in_steps,
     largest_score,
     mean_of_values,
     softmax_step,
@@ -128,8 +129,13 @@ def short_kernel(
     CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`
     SINKS: tl.constexpr,
     MAXIMA: tl.constexpr,
+    STEP: tl.constexpr,  # of the strides of q, k, v and the output: `in_steps`
 ):
     """Compute softmax(scale q k^T + mask) v and its log-sum-exp for BLOCK_M rows of the heads of one key head."""
+    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
+    stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     first = (tl.program_id(0) % tiles) * BLOCK_M
     o_pair = tl.program_id(0) // tiles
     batch = tl.cast(o_pair // kv_heads, tl.int64)

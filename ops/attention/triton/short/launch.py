@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pasa.ops.attention.triton.kernel_call import KernelCall, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
-from pasa.ops.attention.triton.tiles import Tile, pad_dim
+from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
 KEYS = 512  # of a short sequence; beyond, kernels that split keys, or have larger tiles, are as fast
-# The most elements of a tile of Q or K that one warp holds; larger tiles get four warps (H200:
-# fastest of 1, 2, 4, 8).
-ONE_WARP = 2048
+# The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
+# that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
+ONE_WARP, MANY = 2048, 16
 
 
 def is_short(call: KernelCall) -> bool:
@@ -20,12 +20,16 @@ def is_short(call: KernelCall) -> bool:
     return call.cu_k is None and 0 < call.keys <= KEYS
 
 
-def tile_for(pad: int, rows: int, keys: int) -> Tile:
-    """Return the tile for a padded head dimension, the rows of all heads that share a key head, and the keys."""
+def tile_for(pad: int, rows: int, keys: int, many: bool) -> Tile:
+    """Return the tile for a padded head dimension, the rows of all heads that share a key head, and the keys.
+
+    `many`: there are many programs for each multiprocessor.
+    """
     height, width = (64, 64) if pad <= 128 else (32, 32)
-    block_m, block_n = (max(16, 1 << (min(a, b) - 1).bit_length()) for a, b in ((rows, height), (keys, width)))
-    one_block = keys <= block_n
-    return Tile(block_m, block_n, 1 if max(block_m, block_n) * pad <= ONE_WARP else 4, 1 if one_block else 2)
+    block_m = max(16, 1 << (min(rows, height) - 1).bit_length())
+    block_n = max(16, 1 << (min(keys, width if block_m > 16 else 32) - 1).bit_length())
+    warps = 1 if many and max(block_m, block_n) * pad <= ONE_WARP else 4
+    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3 if block_n <= 32 else 2)
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -34,10 +38,12 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     pad = pad_dim(dim)
     out, lse = call.outputs()
     top = call.row_maxima(lse)
-    tile = tile_for(pad, call.group * rows, call.keys)
-    tiles = -(-call.group * rows // tile.block_m)
+    pairs, rows_of_group = batch * kv_heads, call.group * rows
+    many = pairs * -(-rows_of_group // 64) > MANY * processors(call.q.device) and not call.options.batch_invariant
+    tile = tile_for(pad, rows_of_group, call.keys, many)
+    tiles = -(-rows_of_group // tile.block_m)
     launch(
-        short_kernel, (batch * kv_heads * tiles, 1, 1),
+        short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
          lse if call.sinks is None else call.sinks, lse if top is None else top),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(out),
@@ -45,7 +51,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
          call.unit, call.ratio),
         {"MASK": call.mask_kind, "CAUSAL": call.banded, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m,
          "BLOCK_N": tile.block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
-         "MAXIMA": call.max_logits},
+         "MAXIMA": call.max_logits, "STEP": step_of(call.q, call.k, call.v, out)},
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse, top
