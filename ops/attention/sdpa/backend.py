@@ -19,6 +19,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, to_fp16
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
 from pasa.ops.attention.sdpa.fused import (
+    ALIGNED,
     call_cudnn,
     cudnn_allowed,
     cudnn_serves,
@@ -58,12 +59,13 @@ def _attend_planned(call: Call) -> Results:
     kept: list[Any] = []
     causal, scale, tokens_first = call.is_causal and call.q.shape[2] > 1, call.scale, is_tokens_first(call.q)
     listed = score_format(call.q.device.type).kind == "a"
-    by_cudnn = listed and _is_direct(call) and cudnn_serves(call.q, call.k, call.v, None, causal)
+    by_cudnn = listed and _is_direct(call) and cudnn_serves(call.q, call.k, call.v, _bias_like(call), causal)
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         if by_cudnn and kept and cudnn_allowed():
-            out, lse = call_cudnn(q, k, v, None, causal, scale)
-            if kept[0].run(out, lse, q, k, v):
+            bias, empty = kept[0].bias.run(others[0]) if kept[0].bias is not None else (None, None)
+            out, lse = call_cudnn(q, k, v, bias, causal, scale)
+            if kept[0].run(out, lse, q, k, v, *((others[0], empty) if others else ())):
                 return out.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else out.contiguous(), lse
         given: dict[str, Any] = limits | dict(zip(optional, others, strict=True))
         repeated = Call(q, k, v, **given)
@@ -74,10 +76,24 @@ def _attend_planned(call: Call) -> Results:
 
 
 def _is_direct(call: Call) -> bool:
-    """Return whether one call of cuDNN on the tensors themselves serves a call for CUDA, before `finish`."""
+    """Return whether one call of cuDNN on the tensors themselves serves a call for CUDA, before `finish`.
+
+    A mask has to be bool, because others may be changed first (`fitting_mask`).
+    """
     full = not call.is_causal or call.q.shape[2] in (1, call.k.shape[2])
-    plain = call.mask is None and call.sinks is None and call.window == (-1, -1) and full and not pay(call)
+    if call.mask is not None:
+        full = call.mask.dtype == torch.bool and not call.is_causal
+    plain = call.sinks is None and call.window == (-1, -1) and full and not pay(call)
     return plain and all(has_aligned_rows(x) for x in (call.q, call.k, call.v))
+
+
+def _bias_like(call: Call) -> Tensor | None:
+    """Return a bias, uninitialised, of the shape and dtype that a call's mask becomes."""
+    if call.mask is None:
+        return None
+    keys = call.k.shape[2]
+    row = torch.empty(keys + -keys % ALIGNED, dtype=torch.float16, device=call.q.device)[:keys]
+    return row.expand(*call.q.shape[:3], keys)
 
 
 def _attend_dense(call: Call, kept: list[Any] | None = None) -> Results:

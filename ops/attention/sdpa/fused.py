@@ -165,7 +165,10 @@ def _aligned_rows(x: Tensor) -> Tensor:
 
 
 def _aligned(bias: Tensor, keys: int) -> Tensor:
-    """Return a copy of the bias in FP16 whose strides are multiples of ALIGNED, also those of dimensions of size 1."""
+    """Return the bias in FP16 with strides that are multiples of ALIGNED, also those of dimensions of size 1."""
+    fits = bias.stride(-1) == 1 and not any(stride % ALIGNED for stride in bias.stride()[:-1])
+    if fits and bias.dtype == torch.float16 and bias.data_ptr() % (2 * ALIGNED) == 0:
+        return bias
     shape = (*bias.shape[:-1], keys + -keys % ALIGNED)
     rows = torch.empty(shape, dtype=torch.float16, device=bias.device)[..., :keys]
     return rows.fill_(-torch.inf).masked_fill_(bias, 0.0) if bias.dtype == torch.bool else rows.copy_(bias)

@@ -1,12 +1,13 @@
 """List the cases that compile the guards without a device; ../cases.py has the fields."""
 
 from pasa.ops.attention.triton.cases import make_case
-from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
+from pasa.ops.attention.triton.guard.kernel import bias_kernel, finish_kernel, scan_kernel, shift_columns_kernel
 
 NOT_FOR_ASCEND = {
     "scan_kernel": "guards CUDA's fused attention: on an NPU torch operators guard torch_npu's",
     "shift_columns_kernel": "as scan_kernel",
     "finish_kernel": "as scan_kernel",
+    "bias_kernel": "as scan_kernel",
 }
 ARCHITECTURES = (70, 75, 80, 89, 90)  # no matrix product, so GPUs without tensor cores as well
 COLUMNS, WHOLE = ({"D": 128, "WIDTH": width, "BLOCK": block} for width, block in ((64, 256), (16, 2048)))
@@ -30,11 +31,18 @@ NVIDIA_CASES = [
     ),
     *(
         make_case(
+            bias_kernel, f"bias_{mask}", {"MASK": mask, "BLOCK_M": 8, "BLOCK_N": 512}, architectures=ARCHITECTURES
+        )
+        for mask in ("bool", "float")
+    ),
+    *(
+        make_case(
             finish_kernel,
             f"finish_{mask}_d{dim}_{rows}" + "_early" * early,
             {
                 "MASK": mask,
                 "SCANNED": rows > 1,
+                "EMPTY": mask == "bool",
                 "D": dim,
                 "D_PAD": dim,
                 "BLOCK_L": 16 * rows if rows > 1 else 1,

@@ -166,6 +166,44 @@ def shift_columns_kernel(
         tl.store(p_out + D, top, mask=o_d < D)
 
 
+@triton.jit(do_not_specialize=["stride_bias", "heads", "rows", "keys", "tiles"])
+def bias_kernel(
+    p_mask,  # (B, H, S, Skv) bytes or FP16
+    p_bias,  # (B, H, S, Skv) FP16, rows `stride_bias` apart
+    p_empty,  # (B, H, S) bytes: 1 for rows without keys
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_m,
+    stride_mask_n,
+    stride_bias,
+    heads,
+    rows,
+    keys,
+    tiles,
+    MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write BLOCK_M rows of a mask as numbers to add, and which of them hide all keys."""
+    o_pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
+    o_m = tl.cast(tl.program_id(0) % tiles * BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
+    p_row = p_mask + o_pair // heads * stride_mask_b + o_pair % heads * stride_mask_h + o_m * stride_mask_m
+    b_any = tl.zeros((BLOCK_M,), tl.int32)
+    for start in range(0, keys, BLOCK_N):
+        o_n = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+        m_tile = (o_m < rows)[:, None] & (o_n < keys)[None, :]
+        b_mask = tl.load(p_row[:, None] + (o_n * stride_mask_n)[None, :], mask=m_tile, other=0)
+        if MASK == "bool":
+            m_seen = b_mask != 0
+            b_bias = tl.where(m_seen, 0.0, -INF).to(tl.float16)
+        else:
+            m_seen = b_mask != -INF
+            b_bias = b_mask
+        tl.store(p_bias + ((o_pair * rows + o_m) * stride_bias)[:, None] + o_n[None, :], b_bias, mask=m_tile)
+        b_any = tl.maximum(b_any, tl.max(tl.where(m_seen & m_tile, 1, 0), 1))
+    tl.store(p_empty + o_pair * rows + o_m, tl.where(b_any > 0, 0, 1).to(tl.int8), mask=o_m < rows)
+
+
 @triton.jit
 def attend_row(
     p_query, p_keys, p_values, p_masks, diagonal, keys, left, right, scale, stride_kn, stride_vn, stride_mask_n,
@@ -225,7 +263,7 @@ def attend_row(
 @triton.jit(
     do_not_specialize=[
         *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_mask_m"),
-        *("rows", "keys", "tiles", "left", "right"),
+        *("stride_eb", "stride_eh", "stride_em", "rows", "keys", "tiles", "left", "right"),
     ]
 )
 def finish_kernel(
@@ -236,6 +274,7 @@ def finish_kernel(
     p_v,
     p_mask,
     p_column,  # as in `shift_columns_kernel`, with SCANNED
+    p_empty,  # bytes, broadcast by strides of 0: 1 for rows without keys, with EMPTY
     stride_ob,
     stride_oh,
     stride_om,
@@ -255,6 +294,9 @@ def finish_kernel(
     stride_mask_h,
     stride_mask_m,
     stride_mask_n,
+    stride_eb,
+    stride_eh,
+    stride_em,
     heads,
     group,
     rows,
@@ -265,6 +307,7 @@ def finish_kernel(
     scale,
     MASK: tl.constexpr,
     SCANNED: tl.constexpr,
+    EMPTY: tl.constexpr,  # rows of which a mask hides all keys are given, whatever the kernel made of them
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,  # rows of a program
@@ -277,8 +320,8 @@ def finish_kernel(
 
     These are the rows whose query, output or log-sum-exp is not finite, and all rows of a head with a key that is not
     finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as they are.
-    Queries and outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
-    every log-sum-exp is finite.
+    With SCANNED, outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
+    every log-sum-exp is finite. Without a mask no kernel hides a query, so queries are read below masks alone.
     """
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
@@ -293,6 +336,7 @@ def finish_kernel(
     p_out += batch * stride_ob + head * stride_oh
     p_lse += batch * stride_lb + head * stride_lh
     p_q += batch * stride_qb + head * stride_qh
+    p_empty += batch * stride_eb + head * stride_eh
     o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -307,6 +351,8 @@ def finish_kernel(
         suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
         wanted = tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1), 0)
         wanted = tl.maximum(wanted, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0))
+        if EMPTY:
+            wanted = 1
         b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
     last = tl.where(wanted > 0, tl.minimum(first + BLOCK_L, rows), first)
     for begin in range(first, last, BLOCK_M):
@@ -315,15 +361,24 @@ def finish_kernel(
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
-        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        m_clean = m_clean & is_finite(b_q)
+        if MASK != "none" or SCANNED:
+            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        if MASK != "none":
+            m_clean = m_clean & is_finite(b_q)
         broken = tl.max(tl.where(m_clean, 0, 1), 1)
         m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf
         if MASK == "none":
             m_lse = m_lse & ((b_lse > -INF) | (o_m + (keys - rows) + right < 0))
         broken = tl.where(m_lse, broken, 1)  # also where it is NaN
+        if EMPTY:
+            m_empty = tl.load(p_empty + o_m * stride_em, mask=o_m < rows, other=0) != 0
+            broken = tl.where(m_empty, 0, broken)
+            p_tile = p_out + (o_m * stride_om)[:, None] + o_d[None, :]
+            tl.store(p_tile, tl.zeros((BLOCK_M, D_PAD), tl.float16), mask=m_tile & m_empty[:, None])
+            b_lse = tl.where(m_empty, -INF, b_lse)
         if SCANNED:
             b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
+        if SCANNED or EMPTY:
             tl.store(p_lse + o_m * stride_lm, b_lse, mask=o_m < rows)
         if tl.maximum(suspect, tl.max(broken, 0)) > 0:
             tl.debug_barrier()  # other threads may have stored what the next lines replace

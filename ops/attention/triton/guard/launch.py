@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call
-from pasa.ops.attention.triton.guard.kernel import finish_kernel, scan_kernel, shift_columns_kernel
+from pasa.ops.attention.sdpa.fused import ALIGNED, fused_attention
+from pasa.ops.attention.triton.guard.kernel import bias_kernel, finish_kernel, scan_kernel, shift_columns_kernel
 from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, step_of, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import Launch, early, launch, launched_early, prepared
 from pasa.ops.attention.triton.tiles import pad_dim
@@ -25,22 +26,82 @@ BLOCK_M = 32  # query rows that are looked at together
 PROGRAMS = 256, 2048  # that look at log-sum-exps alone, or at outputs as well
 LONGEST = 1024  # rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
+BIAS_TILE, BIAS_KEYS = 4096, 1024  # the most elements and keys of a mask that a program writes as numbers at a time
+
+
+class Bias(NamedTuple):
+    """Hold the launch of `bias_kernel` for masks of one geometry.
+
+    Attributes
+    ----------
+    launch : Launch
+    shape : tuple of int
+        Of the mask: (1 or B, 1 or Hq, 1 or Sq, Skv).
+    expanded : tuple of int
+        (B, Hq, Sq, Skv).
+    """
+
+    launch: Launch
+    shape: tuple[int, ...]
+    expanded: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mask: Tensor, expanded: tuple[int, ...]) -> Bias:
+        """Prepare the launch for a mask, bool or FP16, of up to 4 dimensions, whose rows are all keys."""
+        shape = (*(1,) * (4 - mask.dim()), *mask.shape[:-1], expanded[3])
+        mask = _as_bytes(mask).expand(shape)
+        (batch, heads, rows, keys), kind = shape, "bool" if mask.dtype == torch.uint8 else "float"
+        block_n = min(BIAS_KEYS, max(16, 1 << (keys - 1).bit_length()))
+        block_m = min(BIAS_TILE // block_n, 1 << (rows - 1).bit_length())
+        tiles, bias, empty = -(-rows // block_m), *_bias_buffers(mask, shape)
+        with on_device(mask):
+            step = prepared(
+                bias_kernel, (batch * heads * tiles, 1, 1), (mask, bias, empty),
+                (*mask.stride(), bias.stride(2), heads, rows, keys, tiles),
+                {"MASK": kind, "BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=4,
+            )  # fmt: skip
+        return cls(step, shape, expanded)
+
+    def run(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bias (B, Hq, Sq, Skv), and bytes (B, Hq, Sq): 1 for rows without keys."""
+        mask = _as_bytes(mask).expand(self.shape)
+        bias, empty = _bias_buffers(mask, self.shape)
+        self.launch((mask, bias, empty))
+        return bias.expand(self.expanded), empty.expand(self.expanded[:3])
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def _bias_buffers(mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Allocate a bias with aligned rows, and a byte for each row."""
+    padded = (*shape[:3], shape[3] + -shape[3] % ALIGNED)
+    bias = torch.empty(padded, dtype=torch.float16, device=mask.device)[..., : shape[3]]
+    return bias, torch.empty(shape[:3], dtype=torch.uint8, device=mask.device)
 
 
 class Finish(NamedTuple):
-    """Hold the launch of `finish_kernel` for calls of one geometry without mask and anchors.
+    """Hold the launches around the fused attention for calls of one geometry without anchors.
 
     To prepare a launch takes the host ten times as long as the launch.
     """
 
     launch: Launch
     strides: tuple[tuple[int, ...], tuple[int, ...]]
+    bias: Bias | None
 
-    def run(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Launch the kernel; return False, and do nothing, if the results lie otherwise than in the first call."""
+    def run(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
+        empty: Tensor | None = None,
+    ) -> bool:  # fmt: skip
+        """Launch the kernel; return False, and do nothing, if the results lie otherwise than in the first call.
+
+        `empty` is the second result of `Bias.run` for a mask.
+        """
         if (out.stride(), lse.stride()) != self.strides:
             return False
-        self.launch((out, lse, q, k, v, out, out))
+        self.launch((out, lse, q, k, v, out if mask is None else _as_bytes(mask), out, out if empty is None else empty))
         return True
 
 
@@ -52,7 +113,8 @@ def attend_guarded(
     Parameters
     ----------
     call, attend
-        `attend` is called once, with the keys that it is to use.
+        `attend` is called once, with the keys that it is to use. Below a mask, bool or FP16, the fused attention itself
+        is called instead, which may return anything for rows without keys.
     kept : list of Finish, optional
         Empty at the first call of a geometry, which leaves its launch there.
     anchored : bool
@@ -60,10 +122,13 @@ def attend_guarded(
         and an infinite key whose score is -inf has the weight 0.
     """
     kernel_call = KernelCall.of(call)
-    if not anchored:
-        return finish(kernel_call, None, *attend(call), kept)
-    k, anchors = shift_columns(kernel_call)
-    return finish(kernel_call, anchors, *attend(replace(call, k=k)))
+    k, anchors = shift_columns(kernel_call) if anchored else (call.k, None)
+    if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
+        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept)
+    bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]))
+    added, empty = bias.run(call.mask)
+    out, lse = fused_attention(call.q, k, call.v, added, False, call.scale)
+    return finish(kernel_call, anchors, out, lse, kept, bias, empty)
 
 
 def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -96,8 +161,9 @@ def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
 
 
 def finish(
-    call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor, kept: list[Finish] | None = None
-) -> tuple[Tensor, Tensor]:
+    call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor, kept: list[Finish] | None = None,
+    bias: Bias | None = None, empty: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and log-sum-exp of the call itself, from those of the kernel, which may be written into.
 
     Parameters
@@ -108,6 +174,10 @@ def finish(
         The second result of `shift_columns`; None for keys without anchors.
     kept : list of Finish, optional
         As in `attend_guarded`.
+    bias : Bias, optional
+        What made a bias of the mask, to be kept.
+    empty : Tensor, optional
+        The second result of `Bias.run`: rows that get 0 and -inf, whatever the kernel made of them.
     """
     out = out if out.stride(-1) == 1 else out.contiguous()
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])
@@ -119,19 +189,21 @@ def finish(
     left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in call.window)
     right = 0 if call.is_causal else right
     tensors = (
-        out, lse, call.q, call.k, call.v, out if call.mask is None else call.mask, out if anchors is None else anchors
+        out, lse, call.q, call.k, call.v, out if call.mask is None else call.mask, out if anchors is None else anchors,
+        out if empty is None else empty,
     )  # fmt: skip
     with on_device(out):
         step = prepared(
             finish_kernel, (batch * heads * tiles, 1, 1), tensors,
             (*strides_of(out), *lse.stride(), *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
-             *call.mask_strides, heads, call.group, rows, keys, tiles, left, right, call.scale),
-            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "D": dim, "D_PAD": pad, "BLOCK_L": block_l,
-             "BLOCK_M": block_m, "BLOCK_N": REDONE // pad, "PDL": early(out.device),
+             *call.mask_strides, *((0, 0, 0) if empty is None else empty.stride()),
+             heads, call.group, rows, keys, tiles, left, right, call.scale),
+            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "D": dim, "D_PAD": pad,
+             "BLOCK_L": block_l, "BLOCK_M": block_m, "BLOCK_N": REDONE // pad, "PDL": early(out.device),
              "STEP": step_of(out, call.q, call.k, call.v)},
             **launched_early(out.device),
         )  # fmt: skip
         step(tensors)
-    if kept == [] and call.mask is None and anchors is None:
-        kept.append(Finish(step, (out.stride(), lse.stride())))
+    if kept == [] and anchors is None and (call.mask is None or bias is not None):
+        kept.append(Finish(step, (out.stride(), lse.stride()), bias))
     return out, lse

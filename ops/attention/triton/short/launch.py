@@ -9,15 +9,17 @@ from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
-KEYS = 512  # of a short sequence; beyond, kernels that split keys, or have larger tiles, are as fast
+DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
+BLOCK, BLOCK_ELEMENTS = 64, 4096  # keys, and elements of their tile, that a program holds at a time
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
 
 
 def is_short(call: KernelCall) -> bool:
-    """Return whether one program goes through all keys of a row."""
-    return call.cu_k is None and 0 < call.keys <= KEYS
+    """Return whether one program goes through all keys of its rows."""
+    most = DECODE_KEYS if call.decodes else min(BLOCK, BLOCK_ELEMENTS // pad_dim(call.q.shape[-1]))
+    return call.cu_k is None and 0 < call.keys <= most
 
 
 def tile_for(pad: int, rows: int, keys: int, many: bool) -> Tile:
@@ -25,9 +27,9 @@ def tile_for(pad: int, rows: int, keys: int, many: bool) -> Tile:
 
     `many`: there are many programs for each multiprocessor.
     """
-    height, width = (64, 64) if pad <= 128 else (32, 32)
-    block_m = max(16, 1 << (min(rows, height) - 1).bit_length())
-    block_n = max(16, 1 << (min(keys, width if block_m > 16 else 32) - 1).bit_length())
+    block_m = max(16, 1 << (min(rows, BLOCK if pad <= 128 else BLOCK // 2) - 1).bit_length())
+    width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
+    block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
     warps = 1 if many and max(block_m, block_n) * pad <= ONE_WARP else 4
     return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3 if block_n <= 32 else 2)
 

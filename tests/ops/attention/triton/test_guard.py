@@ -156,7 +156,7 @@ def test_without_a_mask_only_rows_before_the_first_key_have_none():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
+def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored, monkeypatch):
     """CUDA's kernels multiply it by the weight 0, which is NaN, below a finite log-sum-exp."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 600), 16, batch=2))
     keep = torch.ones(2, 1, 1, 600, dtype=torch.bool, device=DEVICE)
@@ -165,17 +165,56 @@ def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
     expected, expected_lse = backend.attend_visible(clean)
     v[1, 1, 597, 3] = bad
 
-    def multiply_by_0(call):
+    def multiply_by_0(*arguments):
         out = expected.clone()
         out[1, 2:, :, 3] = torch.nan
         return out, expected_lse.clone()
 
     call = Call(q, k, v, 0.25, mask=keep)
-    out, lse = guard.attend_guarded(call, multiply_by_0, anchored=anchored)
-    assert max_error(out, expected.double()) <= 4 * HALF_ULP
-    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
     out, _ = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
     assert max_error(out, expected.double()) <= 4 * HALF_ULP
+    monkeypatch.setattr(guard, "fused_attention", multiply_by_0)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
+    assert max_error(out, expected.double()) <= 4 * HALF_ULP
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 50), (2, 1, 40, 50), (1, 4, 1, 50), (2, 4, 40, 50), (40, 50), (50,), (2, 1, 40, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+@pytest.mark.parametrize("anchored", [False, True])
+def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, anchored, monkeypatch):
+    """The mask becomes numbers to add with aligned rows, and the rows that see no key are not left to the kernel."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (40, 50), 16, batch=2))
+    g = torch.Generator().manual_seed(len(shape))
+    keep = torch.rand(shape, generator=g) > 0.4
+    keep[..., 0] = True
+    if len(shape) > 1 and shape[-2] > 1:
+        keep[..., 7, :] = False
+    elif len(shape) > 1:
+        keep[-1, -1] = False
+    mask = keep if dtype == torch.bool else torch.randn(shape, generator=g).half().masked_fill(~keep, -torch.inf)
+    call = Call(q, k, v, 0.25, mask=mask.to(DEVICE))
+    golden, golden_lse = pasa.golden_attention(q, k, v, attn_mask=call.mask, scale=0.25)
+    seen = []
+
+    def attend(q, k, v, bias, is_causal, scale):
+        assert bias.dtype == torch.float16
+        assert not any(stride % 8 for stride in bias.stride()[:-1])
+        seen.append(bias)
+        out, lse = fused.fused_attention(q, k, v, bias, is_causal, scale)
+        empty = (bias == -torch.inf).all(-1)
+        return out.masked_fill(empty.unsqueeze(-1), 3.0), lse.masked_fill(empty, 5.0)
+
+    monkeypatch.setattr(guard, "fused_attention", attend)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
+    assert len(seen) == 1
+    assert max_error(out, golden) <= 4 * HALF_ULP
+    empty = golden_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    torch.testing.assert_close(lse[~empty], golden_lse[~empty].float(), atol=1e-4, rtol=1e-5)
 
 
 def test_without_anchors_an_infinite_key_has_the_weight_0_or_makes_the_row_nan():
@@ -230,6 +269,22 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
         first = 0 if not is_causal or nan == slice(None) else max(0, keys // 2 - (keys - rows))
         shown = ~out.isfinite().all(-1) | ~(lse < torch.inf)
         assert shown[:, :, first:].all()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: of torch's kernel for CPUs other tests tell")
+@pytest.mark.parametrize("kernel", [each for each in KERNELS if each != "FLASH_ATTENTION"])
+@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_kernel_hides_a_query(kernel, keys, dim, is_causal):
+    """Without a mask nothing looks for a query that is not finite, because it shows in what its row becomes."""
+    for rows, bad in itertools.product((1, min(33, keys)), (torch.nan, torch.inf, -torch.inf)):
+        q, k, v = (x.cuda() for x in normal_qkv((4, 2), (rows, keys), dim))
+        q[:, :, rows // 2, 3] = bad
+        with nullcontext() if kernel == "default" else sdpa_kernel(getattr(SDPBackend, kernel)):
+            out, lse = backend.attend_visible(Call(q, k, v, 0.2, is_causal=is_causal))
+        shown = ~out.isfinite().all(-1) | ~lse.isfinite()
+        assert shown[:, :, rows // 2].all()
 
 
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "padding"}])
