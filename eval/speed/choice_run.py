@@ -11,15 +11,17 @@ import torch
 import typer
 
 from pasa.eval.kit import output
+from pasa.eval.kit.cases_file import CasesFile
+from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
-from pasa.eval.kit.options import at_least
+from pasa.eval.kit.options import Minutes, at_least
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import CudaClock, copy_bandwidth
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.choice import BACKENDS, OTHER, PREFERRED, WAYS, measurements, shape_of
 from pasa.eval.speed.implementations import CUDNN, select_implementations
-from pasa.eval.speed.run import measure
+from pasa.eval.speed.run import measure_entrants, summarise
 from pasa.ops import measured
 
 # Of each kind of `pasa.ops.measured.kind_of_dim`, one.
@@ -69,14 +71,32 @@ GRID = PLAIN + BIASED
 
 
 def run_grid(
-    rounds: Annotated[int, "Timed turns of each implementation."] = 3, progress: output.Report = output.silent
+    rounds: Annotated[int, "Timed turns of each implementation."] = 3,
+    minutes: Minutes = None,
+    folder: Path | None = None,
+    progress: output.Report = output.silent,
 ) -> dict[str, Any]:
-    """Time backends `triton` and `sdpa` on the shapes of `pasa bench choice`; exit 1 if a slower one is chosen."""
+    """Time backends `triton` and `sdpa` on the shapes of `pasa bench choice`; exit 1 if a slower one is chosen.
+
+    Cases that are in `folder` are not run again.
+    """
     at_least(1, rounds=rounds)
     clock = CudaClock()
     implementations = select_implementations([CUDNN, *BACKENDS])
+    bandwidth = copy_bandwidth(clock)
+    cases = {case.name: case for case in GRID}
+    kept = CasesFile(folder, {"rounds": rounds}, describe(clock.device))
+
+    def measure(name: str) -> dict[str, Any]:
+        case = cases[name]
+        entrants = measure_entrants(case, case.inputs(clock.device), implementations, clock, bandwidth, rounds)
+        return {"records": [record for record, _ in entrants]}
+
     with torch.inference_mode():
-        return measure(GRID, implementations, clock, copy_bandwidth(clock), rounds, progress)
+        done = kept.fill(list(cases), measure, minutes, progress)
+    records = [record for each in done for record in each["records"]]
+    measured_cases = [cases[name] for name in cases if name in kept.records]
+    return summarise(measured_cases, records, (), implementations, clock, bandwidth, rounds)
 
 
 def run_choice(

@@ -72,6 +72,19 @@ def measure(
         of_case, split_up = measure_case(case, implementations, clock, bandwidth, rounds)
         records += of_case
         parts += split_up
+    return summarise(cases, records, parts, implementations, clock, bandwidth, rounds)
+
+
+def summarise(
+    cases: Sequence[SpeedCase],
+    records: Sequence[Record],
+    parts: Sequence[Record],
+    implementations: Sequence[Implementation],
+    clock: Clock,
+    bandwidth: float,
+    rounds: int,
+) -> dict[str, Any]:
+    """Return the result of a run from the records of its cases, with its gate."""
     # An implementation that could not run is shown in the tables, but does not fail the gate.
     failures = [
         f"{each['implementation']} on {each['case']}, {each['how']}: {each['why']}"
@@ -98,17 +111,34 @@ def measure_case(
     """Return the records of a case, and how the time of PASA's default mode splits into its parts."""
     try:
         inputs = case.inputs(clock.device)
-        gate = Gate(case, inputs)
+        entrants = measure_entrants(case, inputs, implementations, clock, bandwidth, rounds)
     except Exception as error:  # out of memory, or the device failed in an earlier case
         failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {error_line(error)}"}
         return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
+    ours = [
+        call
+        for record, call in entrants
+        if call and (record["implementation"], record["how"], record["status"]) == ("pasa", "eager", OK)
+    ]
+    parts = [split(case, inputs, call, clock, rounds) for call in ours if case.data == "randn"]
+    return [record for record, _ in entrants], parts
+
+
+def measure_entrants(
+    case: SpeedCase,
+    inputs: Inputs,
+    implementations: Sequence[Implementation],
+    clock: Clock,
+    bandwidth: float,
+    rounds: int,
+) -> list[Entrant]:
+    """Judge and time the implementations on a case, in eager calls and, where it says so, in CUDA graphs."""
+    gate = Gate(case, inputs)
     eager = [enter(case, each, inputs, gate, clock) for each in implementations]
     graphed = [in_graph(*each, clock) for each in eager] if case.graphed else []
     for group in (eager, graphed):
         take_times(case, group, clock, bandwidth, rounds)
-    ours = [call for record, call in eager if call and record["implementation"] == "pasa" and record["status"] == OK]
-    parts = [split(case, inputs, call, clock, rounds) for call in ours if case.data == "randn"]
-    return [record for record, _ in (*eager, *graphed)], parts
+    return [*eager, *graphed]
 
 
 def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate: Gate, clock: Clock) -> Entrant:

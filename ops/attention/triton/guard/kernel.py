@@ -321,7 +321,8 @@ def finish_kernel(
     These are the rows whose query, output or log-sum-exp is not finite, and all rows of a head with a key that is not
     finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as they are.
     With SCANNED, outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
-    every log-sum-exp is finite. Without a mask no kernel hides a query, so queries are read below masks alone.
+    every log-sum-exp is finite. An infinite query may be hidden: cuDNN gives a row whose scores are all -inf a finite
+    log-sum-exp.
     """
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
@@ -361,10 +362,8 @@ def finish_kernel(
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
-        if MASK != "none" or SCANNED:
-            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        if MASK != "none":
-            m_clean = m_clean & is_finite(b_q)
+        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        m_clean = m_clean & is_finite(b_q)
         broken = tl.max(tl.where(m_clean, 0, 1), 1)
         m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf
         if MASK == "none":

@@ -271,20 +271,14 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
         assert shown[:, :, first:].all()
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: of torch's kernel for CPUs other tests tell")
-@pytest.mark.parametrize("kernel", [each for each in KERNELS if each != "FLASH_ATTENTION"])
-@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
-@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+@pytest.mark.parametrize("keys", [1, 3, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_no_kernel_hides_a_query(kernel, keys, dim, is_causal):
-    """Without a mask nothing looks for a query that is not finite, because it shows in what its row becomes."""
-    for rows, bad in itertools.product((1, min(33, keys)), (torch.nan, torch.inf, -torch.inf)):
-        q, k, v = (x.cuda() for x in normal_qkv((4, 2), (rows, keys), dim))
-        q[:, :, rows // 2, 3] = bad
-        with nullcontext() if kernel == "default" else sdpa_kernel(getattr(SDPBackend, kernel)):
-            out, lse = backend.attend_visible(Call(q, k, v, 0.2, is_causal=is_causal))
-        shown = ~out.isfinite().all(-1) | ~lse.isfinite()
-        assert shown[:, :, rows // 2].all()
+def test_an_infinite_query_whose_scores_are_all_infinite_makes_its_row_nan(keys, is_causal):
+    """On a GPU, cuDNN and memory-efficient attention hide it: they give such a row a finite log-sum-exp."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (keys, keys), 64))
+    q[:, :, keys // 2, 3], k[..., 3] = torch.inf, -1.0
+    out, lse = guard.attend_guarded(Call(q, k, v, 0.2, is_causal=is_causal), backend.attend_visible, anchored=False)
+    assert out.isnan().all(-1).nonzero()[:, 2].tolist() == [keys // 2] * 4 == lse.isnan().nonzero()[:, 2].tolist()
 
 
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "padding"}])
