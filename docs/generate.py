@@ -270,6 +270,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "soak": partial(random_calls, "soak"),
     "soak_sdpa": partial(random_calls, "soak_sdpa"),
     "fuzz": partial(random_calls, "fuzz"),
+    "fuzz_reference": partial(random_calls, "fuzz_reference"),
+    "fuzz_npu": partial(random_calls, "fuzz_npu"),
     "gradients": lambda: gradients.summary(stored("gradients")),
     "npu_model": npu_model,
     "npu_default": npu_default,

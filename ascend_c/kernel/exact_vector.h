@@ -185,7 +185,7 @@ private:
         seeing.Scale(Number(0, kFrame), Framed(slot), 1.0f);
         AscendC::PipeBarrier<PIPE_V>();
         top.Halves();
-        AscendC::Muls(score_tile_, score_tile_, factor_[slot], rows * kBlockKeys);
+        if (factor_[slot] != 1.0f) AscendC::Muls(score_tile_, score_tile_, factor_[slot], rows * kBlockKeys);
         seeing.Subtract(Number(kGap), Number(0, kMaximum), Number(slot, kOffset));
         if (refers) {
             all.Subtract(Number(kCarried), Number(0, kFrame), Number(kSecond));

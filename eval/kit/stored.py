@@ -22,6 +22,8 @@ RESULTS = {
     "data": ROOT / "eval/speed/results/data/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",
     "fuzz": ROOT / "eval/random_calls/results/fuzz.json",
+    "fuzz_reference": ROOT / "eval/random_calls/results/reference/fuzz.json",
+    "fuzz_npu": ROOT / "eval/random_calls/results/npu/fuzz.json",
     "soak": ROOT / "eval/random_calls/results/soak.json",
     "soak_sdpa": ROOT / "eval/random_calls/results/sdpa/soak.json",
     "npu_model": ROOT / "eval/npu/results/npu_model.json",

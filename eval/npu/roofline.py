@@ -149,12 +149,14 @@ def predict_case(
 def shift_times(case: SpeedCase, name: str, shift: Mapping[str, Fit], rates: Rates) -> dict[str, float]:
     """Return the times of the pass that computes K' before attention; empty where there is none.
 
-    The published recovery computes K' on the cube cores, the exact recovery on the vector cores.
+    The published recovery computes K' on the cube cores, the exact recovery on the vector cores. An allocation may
+    have a pass of its own name.
     """
-    kernel = name.replace(",", " ").partition(" ")[0].removesuffix("-fp16")
+    recovery = name.replace(",", " ").partition(" ")[0].removesuffix("-fp16")
+    kernel = name if name in shift else recovery
     if kernel not in shift:
         return {}
-    cores = int(rates["groups"] * (rates["vector cores"] if kernel == "exact" else 1))
+    cores = int(rates["groups"] * (rates["vector cores"] if recovery == "exact" else 1))
     blocks = -(-case.batch * case.kv_heads * -(-case.keys // 128) // cores)
     work = combine((1.0, shift[kernel].per_task), (blocks, shift[kernel].per_tile))
     return engine_times(work, rates, vectors=1.0) | hbm_time(case.kv_bytes, rates)

@@ -32,7 +32,7 @@ BLOCKS = (6, 9, 12, 15)  # the first five make references that later ones keep, 
 DIMS = (128, 64)
 # exact, and data as counts.cpp numbers them
 KERNELS = {"paper": (0, 0), "exact": (1, 0), "exact wide": (1, 1), "exact anchored": (1, 2), "exact moving": (1, 3)}
-FORMER = SOURCE.with_name("former.json")  # counts of the exact recovery as it was
+FORMER = SOURCE.with_name("former.json")  # counts of the exact recovery as it was, and of its shift of keys
 TILES_A_BLOCK = 2  # two query tiles
 RESIDUAL_LIMIT = 0.005  # of a line to any count
 ROUNDING_KEYS = (1280, 8192)
@@ -175,7 +175,7 @@ def count_roundings(built: Twin) -> list[Record]:
 
 
 def former_counts() -> list[Record]:
-    """Return the stored counts of the exact recovery as it was."""
+    """Return the stored counts of the exact recovery as it was, and of the pass that shifted its keys."""
     counts: list[Record] = json.loads(FORMER.read_text(encoding="utf-8"))["counts"]
     return [{"kernel": "attend", "name": "exact before"} | each for each in counts]
 

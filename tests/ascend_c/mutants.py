@@ -101,6 +101,7 @@ RULES = {
     "L0C is not flushed": ("if ((wanted_[half] & kWantsOutput) != 0)", "if (false)"),
     "products are added to those of a flush": ("running_[half] = false;", ""),
     "a tile with an offset is taken for one without": ("if (aligned)", "if (true)"),
+    "scores are never scaled": ("if (factor_[slot] != 1.0f)", "if (false)"),
     "a new reference is not loaded": ("if (j < 2 || brought_[slot])", "if (j < 2)"),
     "a reference is kept although the weights' move": ("if (!plain || moves)", "if (!plain)"),
     "a reference is kept although the weights' moved a block ago": (
@@ -109,17 +110,28 @@ RULES = {
     ),
     "a reference is kept for a block with an offset": ("if (apart != 0.0f)", "if (false)"),
     "a reference that was begun before the weights' moved is sent": ("next_.Restart();", ""),
-    "the rounding of K - anchor in FP32 is not tested": (
-        "AscendC::Sub(back_, back_, wide_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
-        """AscendC::Add(left_, left_, anchor, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 0));
-           AscendC::PipeBarrier<PIPE_V>();
-           AscendC::Sub(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));""",
-    ),
+    "the rounding of K - anchor is not tested": ("pairs.Subtract(back, keys);", "pairs.Subtract(back, back);"),
     "an anchor that rounds a difference is kept": ("math.Subtract(anchor, anchor, bad);", ""),
     "the grid has no floor": ("math.AtLeast(grid, grid, kSmallestHalf);", ""),
     "an anchor far longer than a key is kept": (
-        "AscendC::Max(back_, back_, left_, width, count, AscendC::BinaryRepeatParams(1, 1, 1, 8, 8, 8));",
-        "",
+        "math.Larger(bad, bad, of_lowest);",
+        "math.Scale(bad, of_lowest, 1.0f);",
+    ),
+    "an anchor below 0 is not compared with the largest key": (
+        "math.Larger(bad, of_lowest, of_highest);",
+        "math.Scale(bad, of_lowest, 1.0f);",
+    ),
+    "an anchor above 0 is not compared with the smallest key": (
+        "math.Larger(bad, of_lowest, of_highest);",
+        "math.Scale(bad, of_highest, 1.0f);",
+    ),
+    "the last of an odd number of keys is not there twice": ("if (count % 2 == 1) {", "if (false) {"),
+    "the smallest key is that of every other row": ("pairs.FinishSmallest(smallest);", ""),
+    "the largest key is that of every other row": ("pairs.FinishLargest(largest);", ""),
+    "the rounding of every other key is not tested": ("pairs.FinishLargest(back);", ""),
+    "a smallest key lies above 0": (
+        "AscendC::Muls(number_, smallest, static_cast<half>(-1.0f), static_cast<int32_t>(width));",
+        "AscendC::Muls(number_, largest, static_cast<half>(1.0f), static_cast<int32_t>(width));",
     ),
     "a frame far from an anchor is kept": (
         "AscendC::Mins(left_, left_, 1.0f, width, count, in_place);",

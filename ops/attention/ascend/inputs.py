@@ -16,12 +16,13 @@ DIM_STEP = 16  # elements on one side of a cube fractal: kFractal in ascend_c/ti
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """Return x contiguous, padded with zeros to a multiple of 16 elements.
+    """Return x padded with zeros to a multiple of 16 elements, with the strides of a new tensor.
 
     The zeros add nothing to q.k, and the output columns that they cause are cut off later.
     """
     missing = -x.shape[-1] % DIM_STEP
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x.contiguous()
+    padded = (torch.nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
+    return padded.flatten().view(padded.shape)  # dimensions of one element may have had any stride
 
 
 def attend_packed(

@@ -1,5 +1,6 @@
 """Counts of the kernels on the twin, the stored result, and refusals."""
 
+import itertools
 import math
 import re
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from pasa.eval.kit.stored import pick, stored
 from pasa.eval.npu import calibration, decoding, report, run
 from pasa.eval.npu import roofline as model
 from pasa.eval.npu.precision_variants import Tiles, allocations, exact_with
+from pasa.eval.npu.shares import LANGUAGE, NORMAL
 
 SCORE_TILE = 128 * 128
 STORED = stored("npu_model")
@@ -168,19 +170,24 @@ def test_rescued_and_flushed_tiles_and_anchors_are_never_faster():
 
 
 def test_targets_of_the_exact_recovery():
-    """Long sequences of keys without anchors, D = 128: 190 TFLOPS, and 1.2 times FP32 scores that use the same tricks.
-    On the paper's shape, and at D = 64, 1.3 times what it was."""
-    long = [e for case in ("paper-16k", "paper-64k") for e in pick(STORED["records"], allocation="exact", case=case)]
-    assert min(each["tflops"] for each in long) >= 190
-    assert min(each["ratio_lazy"] for each in long) >= 1.195
-    # Measured data: those of the embedded language model miss 190 by less than one at 16k keys.
-    (model,) = pick(STORED["records"], allocation="exact, SmolLM2, 1024 tokens", case="paper-64k")
-    assert model["tflops"] >= 195
-    for case in ("paper", "svd", "svd-2"):
-        (now,), (before,) = (
-            pick(STORED["records"], allocation=name, case=case) for name in ("exact, anchors", "exact before")
-        )
-        assert before["overlap_ms"] / now["overlap_ms"] >= 1.3
+    """Long sequences, D = 128: 190 TFLOPS on N(0, 1) and on the scores of a language model; on N(0, 1) 1.2 times FP32
+    scores that use the same tricks. On the paper's shape, and at D = 64, 1.3 times what it was, on all three data."""
+    data = ("exact, anchors", NORMAL, LANGUAGE)
+    long = [e for case in ("paper-16k", "qwen2-32k", "paper-64k") for e in pick(STORED["records"], case=case)]
+    assert min(each["tflops"] for name in data for each in pick(long, allocation=name)) >= 190
+    assert min(each["ratio_lazy"] for each in pick(long, allocation=NORMAL)) >= 1.2
+    for name, case in itertools.product(data, ("paper", "svd", "svd-2")):
+        (now,), (before,) = (pick(STORED["records"], allocation=each, case=case) for each in (name, "exact before"))
+        assert before["overlap_ms"] / now["overlap_ms"] >= 1.3, (name, case)
+
+
+def test_bound_of_the_ratio_on_a_language_model():
+    """Reads of L2 keep FP16 scores at 1.14 times FP32 scores, and the cube at 1.15 where query tiles share keys."""
+    times = {each["allocation"]: each["ns"] for each in pick(STORED["tiles"], dim=128)}
+    assert max(times["fp32 lazy"].values()) / times[LANGUAGE]["L2 read"] == pytest.approx(1.14, abs=0.005)
+    shared = max(times["fp32 lazy, shared keys"].values())
+    assert shared / times[LANGUAGE]["cube"] == pytest.approx(1.13, abs=0.005)
+    assert shared / times[NORMAL]["cube"] == pytest.approx(1.15, abs=0.005)
 
 
 def test_signs_of_the_sensitivity():

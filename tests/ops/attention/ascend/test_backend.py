@@ -203,6 +203,17 @@ def test_head_dims_become_multiples_of_16(dim):
     assert not padded[..., dim:].any()
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 4, 5), (1, 1, 1, 16), (1, 1, 7, 64)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)], ids=str)
+def test_kernels_get_strides_of_a_new_tensor(shape, order):
+    """torch's padding keeps the order of channels_last, and contiguous() the strides of dimensions of one element."""
+    inverse = [order.index(axis) for axis in range(4)]
+    x = torch.randn([shape[axis] for axis in order]).permute(inverse)
+    padded = npu_backend.pad_head_dim(x)
+    assert padded.stride() == torch.empty(padded.shape).stride()
+    assert torch.equal(padded[..., : shape[3]], x)
+
+
 def test_the_matrix_of_the_published_recovery():
     matrix, invariance = npu_backend.paper_matrix(0.125, 0.9, torch.device("cpu"))
     assert torch.equal(matrix, pasa.shifting_matrix(128, 0.9, scale=0.125, dtype=torch.float16))
