@@ -18,6 +18,8 @@ GEMMA = "google/gemma-3-1b-it"
 # Python that cannot be run, and what it needs.
 NEEDS_MORE = {
     "vllm.register()": "vLLM; tests/pasa/patching/vllm_itself.py runs it",
+    "generate_batch": "most of the memory; tests/pasa/patching/test_transformers_batching.py runs it with less",
+    "transformers.cli.serve": "fastapi and uvicorn; tests/pasa/patching/transformers_serve.py runs it",
     "get_local_kernel": "the package kernels; tests/scripts/hf_kernel_itself.py runs it",
     'set_attention_backend("pasa")': "a model of the dispatcher; tests/pasa/patching/test_registration.py runs three",
 }
