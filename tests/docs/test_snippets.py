@@ -38,7 +38,10 @@ INSTEAD = {
 }
 PAGES = {name_of(page): page for page in [README, *DOCS] if blocks(page, "python")}
 # Shell commands begin with one of these; `pasa` and paths are checked, the others need a network or a device.
-PROGRAMS = ("pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "source /", "docker run ")
+PROGRAMS = (
+    "pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "python -m sglang.", "source /",
+    "docker run ",
+)  # fmt: skip
 
 
 def runnable(snippet):
