@@ -7,7 +7,7 @@ PASA alone. All other models are treated as before.
 
 From transformers 5.24 on, attention modules themselves update the paged cache. The attention function then gets packed
 sequences, with their lengths and without a mask (`pasa/patching/transformers_packed.py`). In older versions the
-attention function has to update the cache, so their continuous batching refuses PASA by name.
+attention function has to update the cache. PASA is refused there, in the oldest of them with the first request.
 """
 
 from __future__ import annotations
@@ -90,11 +90,21 @@ def check_manager(manager: Any, ours: bool) -> None:
 
 
 def check_modules(model: Any) -> None:
-    """Refuse a model with attention modules that the patch has left out, because they would need a mask."""
-    if model.config._attn_implementation == REGISTERED:
-        return  # whatever reads this name runs PASA
+    """Refuse a model whose attention modules do not update the paged cache, or were left out of the patch.
+
+    A module that was left out would need a mask. Modules that take `past_key_values`, as all do before transformers
+    5.24, leave the paged cache to the attention function.
+    """
+    patched = model.config._attn_implementation != REGISTERED  # whatever reads that name runs PASA
     for name, module in model.named_modules():
-        if uses_interface(module) and BINDING not in module.__dict__:
+        if not uses_interface(module):
+            continue
+        if "past_key_values" in inspect.signature(type(module).forward).parameters:
+            raise NotImplementedError(
+                f"continuous batching: {name} ({type(module).__name__}) leaves its paged cache to the attention "
+                "function, which PASA does not support: install transformers 5.24 or newer, or call model.generate"
+            )
+        if patched and BINDING not in module.__dict__:
             raise NotImplementedError(
                 f"continuous batching: {name} keeps its own attention, which cannot share a batch with PASA: patch "
                 'all modules (policy="all"), or unpatch the model'

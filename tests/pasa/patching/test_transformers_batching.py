@@ -6,6 +6,8 @@ different times. Its background thread reports an error with the request, so eve
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 
 import pytest
@@ -151,6 +153,27 @@ def test_a_partly_patched_model_is_refused(small):
     model = small("qwen2")
     left_out = pytest.raises(NotImplementedError, match=r"model\.layers\.1\.self_attn keeps its own attention")
     with pasa.patch_pipeline(model, policy=lambda name, module: "layers.0" in name), left_out:
+        model.init_continuous_batching(GREEDY, settings())
+
+
+@pytest.mark.parametrize("how", ["patched", "by name"])
+def test_modules_that_leave_the_cache_to_the_attention_are_refused_at_the_start(small, monkeypatch, how):
+    """Before 5.24 all modules do, and a model's own code may still."""
+    model = small("qwen2")
+    kind = type(model.model.layers[1].self_attn)
+
+    @functools.wraps(kind.forward)
+    def forward(self, *args, past_key_values=None, **kwargs):
+        return forward.__wrapped__(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(lambda self, hidden_states, past_key_values=None, **kwargs: None)
+    monkeypatch.setattr(kind, "forward", forward)
+    if how == "by name":
+        pasa.register("transformers")
+        model.set_attn_implementation("pasa")
+    patch = pasa.patch_pipeline(model) if how == "patched" else contextlib.nullcontext()
+    expected = r"model\.layers\.0\.self_attn \(Qwen2Attention\) leaves its paged cache .* transformers 5\.24"
+    with patch, pytest.raises(NotImplementedError, match=expected):
         model.init_continuous_batching(GREEDY, settings())
 
 
