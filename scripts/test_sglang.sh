@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The SGLang adapter against SGLang itself: registry, plugins, layers, pools and batches of the tested version, or of
-# those that are named. Takes their Python files alone from the registry's wheels (39 MB), and what these import.
+# The SGLang adapter against SGLang itself: registry, plugins, layers, pools and batches of the oldest tested version and
+# the newest, or of those that are named. Installs the wheels alone (39 MB each), and what the tests import of the rest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
 make_venv dev
@@ -11,7 +11,7 @@ PACKAGES=(IPython aiohappyeyeballs aiohttp aiosignal annotated_types anyio apach
   partial_json_parser prometheus_client propcache psutil pybase64 pydantic pydantic_core pyzmq sentencepiece setproctitle
   sniffio starlette tiktoken traitlets typing_inspection xgrammar yarl)
 versions=("$@")
-[[ ${#versions[@]} -gt 0 ]] || versions=(0.5.23)
+[[ ${#versions[@]} -gt 0 ]] || versions=(0.5.20 0.5.23)
 
 packages="$VENV/sglang/packages-1"  # renamed when the list changes
 if [[ ! -e "$packages.done" ]]; then

@@ -5,8 +5,8 @@ Installing pasa beside SGLang is enough: SGLang calls `plugin` in each of its pr
 
     python -m sglang.launch_server --model-path ... --attention-backend pasa --dtype float16 --disable-cuda-graph
 
-It is tested on a CPU with the registry, layers, memory pools and batches of SGLang 0.5.23, by scripts/test_sglang.sh.
-**No SGLang engine has run it**, on any device.
+It is tested on a CPU with the registry, layers, memory pools and batches of SGLang 0.5.20 and 0.5.23, by
+scripts/test_sglang.sh. **No SGLang engine has run it**, on any device.
 
 A pool of SGLang has tokens in rows, and the pages of a pool are consecutive rows. So a page of SGLang is a page of
 `attention_paged`, of any size. SGLang writes the cache, so there are no page anchors.
@@ -31,7 +31,7 @@ from torch import Tensor
 from pasa.paged import attention_paged
 
 NAME = "pasa"
-TESTED = "SGLang 0.5.23"
+TESTED = "SGLang 0.5.20 to 0.5.23"
 BATCH = ("forward_mode", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "extend_seq_lens",
          "extend_seq_lens_cpu")  # fmt: skip
 """The fields of SGLang's ForwardBatch that the backend reads."""
@@ -155,7 +155,7 @@ def refuse_unknown(base: Any, batch: Any) -> None:
     if differences:
         raise NotImplementedError(
             f"pasa's attention backend was tested with {TESTED}. {_installed()} has another interface: "
-            f"{'; '.join(differences)}. Install the tested version, or use another --attention-backend"
+            f"{'; '.join(differences)}. Install one of the tested versions, or use another --attention-backend"
         )
 
 
