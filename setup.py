@@ -95,7 +95,9 @@ setup(
     },
     entry_points={
         "console_scripts": ["pasa = pasa_cli:main"],
-        "vllm.general_plugins": ["pasa = pasa.patching.vllm:plugin"],  # vLLM loads it in each of its processes
+        # vLLM and SGLang load these in each of their processes
+        "vllm.general_plugins": ["pasa = pasa.patching.vllm:plugin"],
+        "sglang.srt.plugins": ["pasa = pasa.patching.sglang:plugin"],
     },
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",

@@ -21,10 +21,18 @@ from pasa.patching.callbacks import BINDING
 from pasa.patching.copying import PatchedName, UncopiedHook
 from pasa.patching.handle import PatchHandle, PatchReport, already_patched
 from pasa.patching.sdpa_calls import make_attention
-from pasa.patching.transformers_attention import REFUSALS, REGISTERED, Binding, WrittenOutBinding, make_interface
+from pasa.patching.transformers_attention import (
+    REFUSALS,
+    REGISTERED,
+    RING,
+    Binding,
+    WrittenOutBinding,
+    make_interface,
+)
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_ring import attend_shard, check_mask
 from pasa.patching.transformers_selection import is_written_out, select, unreachable, uses_interface
+from pasa.patching.transformers_serving import accept_continuous_batching
 from pasa.patching.written_out import follow_module
 
 if TYPE_CHECKING:
@@ -44,9 +52,6 @@ OTHER = "pasa+other"
 
 Its masks have another form, so all modules of such a model are patched, or none.
 """
-
-RING = "pasa+ring"
-"""The registered name when a process group shares the sequence; here too all modules are patched, or none."""
 
 EXPLICIT = "+masks"
 """Suffix of the name if modules get the masks of eager attention.
@@ -98,6 +103,7 @@ class _Patch:
 
     def apply(self) -> None:
         """Register the names, and set them in the configs."""
+        accept_continuous_batching()
         for original in self.originals:
             name, explicit = self.name(original), original.explicit_masks
             attention = make_interface(original.attention, explicit)

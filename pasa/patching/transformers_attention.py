@@ -27,6 +27,7 @@ from pasa.patching.transformers_masks import (
     with_bias,
     without_lowest,
 )
+from pasa.patching.transformers_packed import PACKED, attend_packed, is_packed
 from pasa.scaled_dot_product import autocast_inputs, equal_widths
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ INFORMATIVE = frozenset(
 
 REFUSALS = {
     "head_mask": "a per-head mask on the attention weights is not supported; leave it out",
-    "cache": "paged caches (continuous batching) are not supported; call model.generate",
+    "cache": "this transformers leaves the paged cache of continuous batching to the attention; install 5.24 or newer",
     "output_attentions": "attention weights are never formed, so they cannot be returned",
 }
 """Keywords that change the result and are not supported, with the reason. All other keywords are refused as unknown."""
@@ -75,6 +76,9 @@ PREFIX = "pasa+"
 
 REGISTERED = "pasa"
 """The attention name that `pasa.register` registers. It belongs to no handle."""
+
+RING = "pasa+ring"
+"""The registered name when a process group shares the sequence; then all modules are patched, or none."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,18 @@ def run_pasa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
-    _refuse_keywords(module, dropout, kwargs)
+    packed = is_packed(kwargs)
+    _refuse_keywords(module, dropout, {name: x for name, x in kwargs.items() if not (packed and name in PACKED)})
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed:
+        unsupported = {"attention_mask": attention_mask, "sinks": sinks, "position_bias": position_bias}
+        unsupported |= {"indices": indices, "block_indices": block_indices}
+        out = attend_packed(
+            binding.callbacks, query, key, value, (cu_seq_lens_q, cu_seq_lens_k),
+            (kwargs["max_length_q"], kwargs["max_length_k"]), sliding_window, unsupported,
+            scale=scale, softcap=softcap, sinks=s_aux, config=binding.config, backend=binding.backend,
+        )  # fmt: skip
+        return out, None
     causal, window = False, None
     if attention_mask is not None or explicit_masks:
         attention_mask = without_lowest(attention_mask)  # causality, padding and window are in the mask
@@ -174,7 +189,6 @@ def run_pasa(
     attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
     attention_mask = with_bias(attention_mask, position_bias)
     width = value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = equal_widths(*autocast_inputs(query, key, value))
     out, lse = pasa.attention(
         query,

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from pasa.patching.transformers_attention import REGISTERED, Binding, run_pasa
 from pasa.patching.transformers_masks import make_mask
 from pasa.patching.transformers_selection import is_named_attention
+from pasa.patching.transformers_serving import accept_continuous_batching
 
 DEFAULT = Binding(config=None, backend=None, handle=None)
 _LOGGER = logging.get_logger(__name__)
@@ -30,6 +31,7 @@ def register() -> str:
     """Register attention and masks under the name "pasa"; return the line of code that selects them."""
     AttentionInterface.register(REGISTERED, attend_registered)
     AttentionMaskInterface.register(REGISTERED, make_registered_mask)
+    accept_continuous_batching()
     return f"from_pretrained(..., attn_implementation={REGISTERED!r}) or model.set_attn_implementation({REGISTERED!r})"
 
 

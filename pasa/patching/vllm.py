@@ -20,8 +20,8 @@ because this backend does not declare them as supported. With VLLM_BATCH_INVARIA
 prefill and prefix caching, by which other requests decide how a prompt is cut. Older versions accept only backends of
 their own in that mode. CUDA graphs of a whole step are for batches in which all sequences have equally many queries,
 which includes speculative decoding. vLLM captures other batches in pieces. Page anchors are not used, because vLLM
-plans no memory for them and pages that a KV connector fills would lack them. A backend that owns both memory and
-connector can pass anchors to `attend_layer`.
+has no memory for them (0.18) or leaves that memory out of its views, so that pages that a KV connector fills
+could lack them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
 
 vLLM's platform for CPUs and vllm-ascend ignore `--attention-backend CUSTOM`. They choose among their own backends, so a
 model served there does not run PASA. An Ascend backend gets the same arguments under other names. In

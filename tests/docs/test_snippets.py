@@ -18,6 +18,8 @@ GEMMA = "google/gemma-3-1b-it"
 # Python that cannot be run, and what it needs.
 NEEDS_MORE = {
     "vllm.register()": "vLLM; tests/pasa/patching/vllm_itself.py runs it",
+    "generate_batch": "most of the memory; tests/pasa/patching/test_transformers_batching.py runs it with less",
+    "transformers.cli.serve": "fastapi and uvicorn; tests/pasa/patching/transformers_serve.py runs it",
     "get_local_kernel": "the package kernels; tests/scripts/hf_kernel_itself.py runs it",
     'set_attention_backend("pasa")': "a model of the dispatcher; tests/pasa/patching/test_registration.py runs three",
 }
@@ -36,7 +38,10 @@ INSTEAD = {
 }
 PAGES = {name_of(page): page for page in [README, *DOCS] if blocks(page, "python")}
 # Shell commands begin with one of these; `pasa` and paths are checked, the others need a network or a device.
-PROGRAMS = ("pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "source /", "docker run ")
+PROGRAMS = (
+    "pasa ", "pip install ", "bash scripts/", ".venv/bin/", "pytest ", "vllm serve ", "python -m sglang.", "source /",
+    "docker run ",
+)  # fmt: skip
 
 
 def runnable(snippet):

@@ -329,6 +329,27 @@ HOST = [
         "tests/pasa/patching/test_vllm.py::test_decodes_and_prompts_in_one_step",
     ),
     mutant(
+        "a continuous batch sees keys one before the window",
+        "pasa/patching/transformers_packed.py",
+        "(sliding_window - 1, -1)",
+        "(sliding_window, -1)",
+        "tests/pasa/patching/test_transformers_batching.py::test_callbacks_see_each_sequence_with_its_keys",
+    ),
+    mutant(
+        "modules that a patch has left out share a continuous batch without a mask",
+        "pasa/patching/transformers_serving.py",
+        "if patched and BINDING not in module.__dict__:",
+        "if False:",
+        "tests/pasa/patching/test_transformers_batching.py::test_a_partly_patched_model_is_refused",
+    ),
+    mutant(
+        "a page of SGLang is named by its row in the pool",
+        "pasa/patching/sglang.py",
+        'torch.div(rows, page, rounding_mode="floor").int()',
+        "rows.int()",
+        "tests/pasa/patching/test_sglang.py::test_a_page_is_named_by_its_first_row",
+    ),
+    mutant(
         "the drop-in aligns causality bottom-right, as pasa.attention does",
         DROP_IN,
         "if is_causal and not bottom_right:",

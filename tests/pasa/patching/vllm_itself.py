@@ -55,6 +55,13 @@ def test_the_interface_is_the_recorded_one(v1):
     assert interface == vllm_interfaces.describe(v1)
 
 
+def test_only_newer_versions_let_a_backend_ask_for_bytes_beyond_keys_and_values(v1):
+    """The page on vLLM says so, as one of the reasons why page anchors are not used."""
+    number = tuple(map(int, version("vllm").split(".")[:2]))
+    has_hook = hasattr(v1.AttentionBackend, "customize_spec")
+    assert has_hook if number >= (0, 28) else number > (0, 18) or not has_hook
+
+
 def test_no_method_is_missing(v1, pasa_backend):
     assert issubclass(pasa_backend, v1.AttentionBackend)
     assert issubclass(pasa_backend.get_impl_cls(), v1.AttentionImpl)
