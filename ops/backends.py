@@ -208,7 +208,6 @@ ASCEND_C: Backend = Backend(
     limits=lambda request: ASCEND_C.load().limits(request),
     label="Ascend C kernels for Atlas A2 or the Ascend 310P; run on a CPU twin of either, not on an NPU",
     devices=("npu",),
-    masks=("none", "bool"),
     accepts={
         "precision": ("pasa",),
         "recovery": ("exact", "paper"),

@@ -28,14 +28,15 @@ namespace {
 
 // ---- masks
 
-// A bool mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
+// A bool or FP32 mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
 // entry for all batch entries, or one for each, and likewise for heads.
 void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t keys, Settings& settings)
 {
     const at::IntArrayRef rows = q.sizes().slice(0, 3);
     std::vector<int64_t> shape = rows.vec();
     shape.push_back(keys);
-    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "mask is ", mask.scalar_type(), ", expected Bool");
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kFloat, "mask is ",
+                     mask.scalar_type(), ", expected Bool or Float");
     TORCH_CHECK_VALUE(mask.device() == q.device(), "mask is on ", mask.device(), " but the first tensor is on ",
                       q.device());
     TORCH_CHECK_VALUE(mask.sizes() == at::IntArrayRef(shape), "mask has shape ", mask.sizes(), ", expected ",
@@ -44,7 +45,11 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
                       " between keys, expected 1");
     TORCH_CHECK_VALUE(mask.stride(2) == 0 || mask.stride(2) >= keys || mask.size(2) == 1, "mask has a stride of ",
                       mask.stride(2), " between rows, expected 0 or at least ", keys);
+    constexpr int64_t most = int64_t{1} << 30;  // elements: a copy expresses the gap in bytes, with 32 bits
+    TORCH_CHECK_VALUE(mask.stride(2) < most || mask.size(2) == 1, "mask has a stride of ", mask.stride(2),
+                      " between rows, expected less than ", most, ": copy it");
     settings.has_mask = true;
+    settings.adds_mask = mask.scalar_type() == at::kFloat;
     CheckTensor("visits", visits, q, at::kLong,
                 {visits.size(0) == 1 ? 1 : rows[0], visits.size(1) == 1 ? 1 : rows[1],
                  DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys) + 1, kVisitWords});

@@ -55,7 +55,7 @@ private:
             AscendC::PipeBarrier<PIPE_V>();
         }
         if (task.steps == 0) return;
-        if (t_.has_mask && rows > 0) {
+        if (HidesByBits() && rows > 0) {
             LoadMask(task, tasks_.Block(task, 0), rows);
             TakeMask(task, tasks_.Block(task, 0), rows);
         }
@@ -116,7 +116,7 @@ private:
         seen_ |= now_;
         if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
-        if (t_.has_mask && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
+        if (HidesByBits() && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
         if (j == 0) return;
         if (!t_.resident) AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + 1 - slot);
         if (!moves && t_.resident) return;
@@ -127,7 +127,8 @@ private:
     }
 
     // Which rows see what. Those that see their first key in the next step refer to that tile's guess in the tile after
-    // it: until then they hold it in the place of a maximum and a frame. When they begin, they have no maximum.
+    // it: until then they hold it in the place of a maximum and a frame. When they begin, they have no maximum. Where a
+    // mask is added, every tile refers to its guess, because R holds what the mask adds.
     __aicore__ inline void FindRows(const Task& task, uint32_t j, uint32_t rows)
     {
         now_ = SeenRows(task, j, rows);
@@ -135,6 +136,9 @@ private:
         begin_ = j + 2 < task.steps ? SeeFirst(task, j + 2, rows, seen_ | now_ | late_) : 0;
         if (t_.anchor_rows < 3) return;
         RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);
+        if (t_.adds_mask && j + 2 < task.steps) {
+            begin_ = RowsBetween(0, rows);
+        }
         if (late_ == 0) return;
         const uint32_t other = 1 - j % 2;
         FinishReference();  // of the next step
@@ -162,7 +166,7 @@ private:
         }
         AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
         narrow_in_.FreeTensor(narrow);
-        if (t_.has_mask && j + 1 < task.steps) LoadMask(task, tasks_.Block(task, j + 1), rows);
+        if (HidesByBits() && j + 1 < task.steps) LoadMask(task, tasks_.Block(task, j + 1), rows);
         seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));
         all.Set(Number(kReached), 0.0f);
         all.Set(Number(kGap), 0.0f);
@@ -247,7 +251,7 @@ private:
     {
         RowMath seeing(now_);
         const Row here = Number(kDistance);
-        seeing.Scale(here, Number(kTop), factor_[slot]);
+        seeing.Scale(here, Number(kTop), TopFactor(slot));
         AscendC::PipeBarrier<PIPE_V>();
         seeing.Add(here, here, Number(slot, kOffset));
         AscendC::PipeBarrier<PIPE_V>();
@@ -261,7 +265,7 @@ private:
         RowMath all(0, rows);
         const Row maximum = Number(0, kMaximum), top = Number(kLarger), highest = Number(kTop);
         if (wide) {
-            all.Scale(top, Number(kTop), factor_[slot]);
+            all.Scale(top, Number(kTop), TopFactor(slot));
             AscendC::PipeBarrier<PIPE_V>();
         }
         all.Add(highest, top, Number(slot, kOffset));

@@ -61,6 +61,7 @@ struct Settings {
     int64_t left = -1;  // keys that a row sees to the left of its own, and to the right; -1: all
     int64_t right = -1;
     bool has_mask = false;
+    bool adds_mask = false;
     MaskTiling mask{};
     bool saturates = false;
     bool has_lengths = false;
@@ -127,6 +128,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
     Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
     Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
+    Require(settings.has_mask || !settings.adds_mask, "there is no mask to be added");
     Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
@@ -148,6 +150,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.windowed = settings.left >= 0;
     t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
     t.has_mask = settings.has_mask;
+    t.adds_mask = settings.adds_mask;
     t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
     t.mask = settings.mask;
     t.saturates = settings.saturates;

@@ -40,7 +40,7 @@ struct LaneWorkspace {
     uint64_t bytes;
 };
 
-// A bool mask: its elements are bytes, and those of a row follow each other. A stride of 0 repeats what it steps over.
+// A mask: elements of a row follow each other. A stride of 0 repeats what it steps over.
 struct MaskTiling {
     uint32_t batches;  // batch entries and heads that have a table of visits of their own: 1, or all
     uint32_t heads;
@@ -65,6 +65,7 @@ struct AttentionTiling {
     uint32_t windowed;  // exact: a row sees no key further to the left of its own than `left`
     uint32_t left;
     uint32_t has_mask;     // exact: a row sees no key that the mask hides
+    uint32_t adds_mask;    // its elements are FP32, added to scores in nats (-inf hides); otherwise bytes (0 hides)
     uint32_t anchor_rows;  // of a block of keys: 2, or 3 where rows may see their first key in any block
     MaskTiling mask;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0

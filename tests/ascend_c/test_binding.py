@@ -256,7 +256,25 @@ def masked_arguments(**changed):
 
 BOOL = {"dtype": torch.bool}
 MASKS_REFUSED = [
-    ({"mask": torch.ones(2, 4, 20, 150)}, TypeError, "mask is Float, expected Bool"),
+    ({"mask": torch.ones(2, 4, 20, 150).half()}, TypeError, "mask is Half, expected Bool or Float"),
+    (
+        {"mask": torch.ones(2, 4, 20, 300)[..., ::2]},
+        ValueError,
+        "mask has a stride of 2 between keys, expected 1",
+    ),
+    (
+        {"mask": torch.ones(2, 4, 20, 140)},
+        ValueError,
+        r"mask has shape \[2, 4, 20, 140\], expected \[2, 4, 20, 150\]: expand it",
+    ),
+    (
+        {
+            "q": torch.zeros(2, 4, 2, 32).half(),
+            "mask": torch.empty(2**30 + 150, **BOOL).as_strided((2, 4, 2, 150), (0, 0, 2**30, 1)),
+        },
+        ValueError,
+        "mask has a stride of 1073741824 between rows, expected less than 1073741824: copy it",
+    ),
     (
         {"mask": torch.ones(2, 1, 20, 150, **BOOL)},
         ValueError,

@@ -103,10 +103,12 @@ def _kernels(
         largest = lse.new_empty(0)
     else:
         out, lse, largest = _on_a2(call, q, k, v, lengths, mask)
-    if call.sinks is None:
+    if mask is not None:
+        not_finite = not_finite & mask.seeing | mask.invalid
+    elif call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
     return out, lse.masked_fill(not_finite, torch.nan), largest
@@ -136,7 +138,7 @@ def _on_a2(
         *references,
         lengths,
         sinks,
-        *(mask or (None, None)),
+        *(mask or (None, None))[:2],
         call.is_causal,
         *call.window,
         scale,
