@@ -219,8 +219,10 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
-    feature_options={name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits")},
+    features=tuple(name for name in FEATURES if name != "soft caps"),
+    feature_options={
+        name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits", "diagnostics")
+    },
     priority=3,
 )
 SDPA = Backend(

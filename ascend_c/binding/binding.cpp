@@ -105,12 +105,12 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
 }
 
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
-std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
+std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
                                      const OptionalTensor& lengths, const OptionalTensor& sinks,
                                      const OptionalTensor& mask, const OptionalTensor& visits, bool is_causal,
                                      int64_t left, int64_t right, double scale, double invariance, bool saturate,
-                                     int64_t unbiased_columns, bool to_bf16, bool largest_scores)
+                                     int64_t unbiased_columns, bool to_bf16, bool largest_scores, bool counted)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -123,6 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys
     settings.has_lengths = lengths.has_value();
     settings.has_sinks = sinks.has_value();
     settings.has_largest = largest_scores;
+    settings.has_counts = counted;
     settings.left = left;
     settings.right = right;
     TORCH_CHECK_VALUE(visits.has_value() == mask.has_value(), "mask and visits come together");
@@ -148,12 +149,13 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys
     Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
     Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+    Tensor counts = at::empty(counted ? at::IntArrayRef({kCountRows, batch, q.size(1), q.size(2)}) : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
     const AttentionPointers given{Pointer(q),     Pointer(keys), Pointer(v),      Pointer(anchors), Pointer(units), Pointer(lengths),
-                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(workspace)};
+                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(counts), Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
-    return {out, lse, largest};
+    return {out, lse, largest, counts};
 }
 
 // ---- shapes alone, for tracing
@@ -173,15 +175,17 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
     return at::empty_symint(k.sym_sizes(), k.options());
 }
 
-std::tuple<Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
+std::tuple<Tensor, Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, bool, int64_t, int64_t, double,
-                                           double, bool, int64_t, bool to_bf16, bool largest_scores)
+                                           double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
 {
     const auto rows = q.sym_sizes().slice(0, 3);
+    const c10::SymInt counts[] = {kCountRows, rows[0], rows[1], rows[2]};
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(rows, q.options().dtype(at::kFloat)),
-            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
+            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat)),
+            at::empty_symint(counted ? c10::SymIntArrayRef(counts) : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
 }
 
 }  // namespace
@@ -196,7 +200,8 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
         "Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, float invariance, "
-        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores) -> (Tensor, Tensor, Tensor)");
+        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, bool counted) "
+        "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)

@@ -68,6 +68,7 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
     given.largest = memory.Output<float>("largest", p.largest, queries);
+    given.counts = memory.Output<float>("counts", p.counts, kCountRows * queries);
     if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);
     given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, t.workspace_bytes);
     options.shape = twin::Shape::mix_1_2;

@@ -29,6 +29,7 @@ struct Arguments {
     GM_ADDR out;      // FP16, or BF16 if tiling.to_bf16 (B, H, Sq, D)
     GM_ADDR lse;      // FP32 (B, H, Sq)
     GM_ADDR largest;  // FP32 (B, H, Sq), the largest score of each row, if tiling.has_largest
+    GM_ADDR counts;   // FP32 (7, B, H, Sq), of each row, if tiling.has_counts: counted_rows.h
     GM_ADDR scores;   // FP16 (B, H, tiles, blocks, 128, 128), if tiling.keep_scores
     GM_ADDR workspace;
 };

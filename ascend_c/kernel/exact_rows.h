@@ -20,7 +20,6 @@ protected:
     __aicore__ inline void LoadWide(const Task& task, uint32_t j, uint32_t rows, float factor)
     {
         const uint32_t slot = j % 2;
-        AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         FloatTile wide = wide_in_.AllocTensor<float>();
         AscendC::DataCopy(wide, wide_[slot], rows * kBlockKeys);
         wide_in_.EnQue(wide);

@@ -1,7 +1,7 @@
 // A vector core's part of attention by the exact recovery: softmax over half of the rows of a tile, verdict, reference.
 #pragma once
 
-#include "exact_rows.h"
+#include "counted_rows.h"
 
 namespace pasa {
 
@@ -12,10 +12,10 @@ constexpr float kLift = 0x1p10f, kLiftNats = 6.931471806f;
 // Nats between the reference of a tile and that of the weights which are not subtracted.
 constexpr float kAligned = 0x1p-14f;
 
-class ExactVector : private ExactRows {
+class ExactVector : private CountedRows {
 public:
     __aicore__ inline ExactVector(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
-        : ExactRows(arguments, tiling, true, pipe)
+        : CountedRows(arguments, tiling, true, pipe)
     {
     }
 
@@ -53,6 +53,7 @@ private:
             if (t_.has_largest) all.Set(Number(kBest), kNothing);
             AscendC::Duplicate(Output(0), 0.0f, rows * t_.dim);
             AscendC::PipeBarrier<PIPE_V>();
+            if (t_.has_counts) BeginCounts();
         }
         if (task.steps == 0) return;
         if (HidesByBits() && rows > 0) {
@@ -74,6 +75,8 @@ private:
             if (rows > 0) AddProducts(slot, rows);
         }
         Finish(task, 0, kLift, seen_);
+        const uint32_t stored = OwnRows(task.lane[0].rows);
+        if (t_.has_counts && stored > 0) StoreCounts(task, stored);
     }
 
     __aicore__ inline void TakeScores(const Task& task, uint32_t j)
@@ -97,8 +100,13 @@ private:
         bool moves = wide;
         if (extremes.ahead > kMoveReach) moves = true;
         const bool brings = refers && !HasReference(slot, extremes.apart, moves, next_factor);
-        TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
+        const bool answered = wide || t_.has_counts;  // the cube core's answer is needed at once
+        TellVerdict(slot, (answered ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
                               (brings ? kBringsReference : 0));
+        if (answered) {
+            AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
+        }
+        if (t_.has_counts) CountScores(task, j, rows, now_, wide, moves && seen_ != 0);
         if (wide) LoadWide(task, j, rows, factor);
         if (t_.has_largest) FindLargest(slot);
         if (moves) MoveReference(slot, rows, wide);
@@ -114,7 +122,7 @@ private:
         settled_ = !moves;
         before_ = seen_;
         seen_ |= now_;
-        if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
+        if (!answered) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
         if (HidesByBits() && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
         if (j == 0) return;

@@ -68,6 +68,7 @@ protected:
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
         if (tiling.has_largest) largest_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.largest));
+        if (tiling.has_counts) given_counts_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.counts));
         if (tiling.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
         if (tiling.adds_mask) bias_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.mask));
         if (tiling.has_sinks) sinks_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.sinks));
@@ -206,6 +207,26 @@ protected:
         narrow_in_.FreeTensor(bytes);
     }
 
+    // Where a mask that is added hides keys, as bits.
+    __aicore__ inline void TakeAddedMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        const uint32_t count = KeysOf(task, j);
+        FloatTile bias = wide_in_.AllocTensor<float>();
+        LoadMaskTile(bias, bias_, task, j, rows);
+        for (uint32_t r = 1; r < rows && t_.mask.row_stride == 0; ++r) {
+            LoadMaskTile(bias[r * kBlockKeys], bias_, task, j, rows);
+        }
+        wide_in_.EnQue(bias);
+        bias = wide_in_.DeQue<float>();
+        if (count < kBlockKeys) {
+            HideColumns(bias, count, rows, 0.0f);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        AscendC::Compares(mask_bits_buffer_.Get<uint8_t>(), bias, kNothing, AscendC::CMPMODE::GE, rows * kBlockKeys);
+        AscendC::PipeBarrier<PIPE_V>();
+        wide_in_.FreeTensor(bias);
+    }
+
     __aicore__ inline void HideMasked(uint32_t rows, const FloatTile& tile)
     {
         AscendC::Select(tile, mask_bits_buffer_.Get<uint8_t>(), tile, kHidden, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE,
@@ -224,14 +245,15 @@ protected:
     float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<uint8_t> mask_;
-    AscendC::GlobalTensor<float> bias_, lse_, largest_, units_, sinks_;
+    AscendC::GlobalTensor<float> bias_, given_counts_, lse_, largest_, units_, sinks_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
     AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_, sums_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
-        half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_;
+        half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_,
+        counts_buffer_;
     AscendC::LocalTensor<float> values_, score_tile_, spread_, work_, mean_work_;
 
 private:
@@ -253,6 +275,7 @@ private:
         if (exact) {
             pipe.InitBuffer(offset_in_, 1, 3 * kHalfRows * sizeof(float) + kBlockBytes);
             pipe.InitBuffer(mask_bits_buffer_, kHalfRows * kBlockKeys / 8);
+            if (t_.has_counts) pipe.InitBuffer(counts_buffer_, kCountRows * kHalfRows * sizeof(float));
             pipe.InitBuffer(sums_in_, 1, kHalfRows * kFractal * sizeof(float));
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
             pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));

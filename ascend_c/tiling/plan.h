@@ -67,6 +67,7 @@ struct Settings {
     bool has_lengths = false;
     bool has_sinks = false;
     bool has_largest = false;
+    bool has_counts = false;
     bool keep_scores = false;
     uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
@@ -130,6 +131,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
     Require(settings.has_mask || !settings.adds_mask, "there is no mask to be added");
     Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
+    Require(settings.exact || !settings.has_counts, "the published recovery returns no counts");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};
@@ -143,7 +145,8 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.tile_rows = kTileRows;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
-    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
+    const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;
+    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.causal = settings.causal || settings.right >= 0;
     t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
@@ -157,6 +160,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.has_lengths = settings.has_lengths;
     t.has_sinks = settings.has_sinks;
     t.has_largest = settings.has_largest;
+    t.has_counts = settings.has_counts;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);

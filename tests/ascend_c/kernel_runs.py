@@ -46,6 +46,7 @@ class Call:
     scale: float | None = None
     window: tuple[int, int] = operator_call.NO_WINDOW
     largest: bool = False  # also the largest score of each row
+    counts: bool = False  # also what score tiles hold
     mask: Tensor | None = None  # bool or FP32 (B or 1, H or 1, Sq or 1, Skv)
     unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
@@ -82,7 +83,7 @@ class Call:
         how = {"causal": int(self.causal), "exact": int(self.exact)}
         how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks", "mask")}
         how |= {"left": self.window[0], "right": self.window[1], "begins_anywhere": int(self.begins_anywhere)}
-        how["largest"] = int(self.largest)
+        how |= {"largest": int(self.largest), "counts": int(self.counts)}
         how |= self.mask_settings()
         rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
         how |= rounding if self.unbiased else {}
@@ -152,6 +153,8 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
         result.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
         for name in ("lse", "largest") if x.largest else ("lse",):
             result.arrays[name] = read(program, name, np.float32, x.q.shape[:3])
+        if x.counts:
+            result.arrays["counts"] = read(program, "counts", np.float32, (7, *x.q.shape[:3]))
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]

@@ -209,6 +209,18 @@ RULES = {
                           everyone, false);""",
     ),
     "tiles refer to a maximum with what a mask adds": ("begin_ = RowsBetween(0, rows);", ""),
+    "hidden scores are counted": ("Hide(task, 0, block, rows, tile);", ""),
+    "scores below a reference are not counted": (
+        "rows_of_tile.Larger(most, above, below);",
+        "rows_of_tile.Scale(most, above, 1.0f);",
+    ),
+    "scores before shifting lack their frame": ("rows_of_tile.Add(above, above, Number(0, kFrame));", ""),
+    "scores before shifting lack their offset": ("rows_of_tile.Subtract(below, below, Number(slot, kOffset));", ""),
+    "largest scores are counted unrounded": ("rows_of_tile.ToFloat(most, work_.ReinterpretCast<half>());", ""),
+    "infinities are counted as 65504 too": (
+        "RowMath(0, rows).Subtract(Count(kSaturated), Count(kSaturated), Count(kNotFinite));",
+        "",
+    ),
     "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),
     "the cosine of place 3 is not tested": ("all.Larger(low_, low_, cosine);", ""),
     "the sine of place 3 is not tested": ("all.Larger(high_, high_, sine);", ""),

@@ -243,7 +243,8 @@ def call_arguments(**changed):
         "visits": None,
     }
     numbers = {"is_causal": False, "left": -1, "right": -1, "scale": 1.0, "invariance": 0.0, "saturate": False}
-    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False, "largest_scores": False} | changed
+    results = {"largest_scores": False, "counted": False}
+    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | results | changed
 
 
 def masked_arguments(**changed):
@@ -335,6 +336,11 @@ REFUSED = [
         ValueError,
         "the published recovery returns no largest scores",
     ),
+    (
+        {"anchors": None, "units": None, "lengths": None, "sinks": None, "counted": True},
+        ValueError,
+        "the published recovery returns no counts",
+    ),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
@@ -414,7 +420,11 @@ def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
 
 def test_shapes_of_outputs_are_known_without_data(npu):
     opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
-    opcheck(npu.npu_attention.default, tuple(masked_arguments(largest_scores=True).values()), test_utils=CHECKS)
+    opcheck(
+        npu.npu_attention.default,
+        tuple(masked_arguments(largest_scores=True, counted=True).values()),
+        test_utils=CHECKS,
+    )
 
 
 # ---- what only an NPU compiles: names alone

@@ -17,6 +17,7 @@ TWIN_CASE(attend)
     settings.has_lengths = a.number("lengths") != 0;
     settings.has_sinks = a.number("sinks") != 0;
     settings.has_largest = a.number("largest") != 0;
+    settings.has_counts = a.number("counts") != 0;
     settings.left = a.number("left", -1);
     settings.right = a.number("right", -1);
     settings.has_mask = a.number("mask") != 0;
@@ -44,15 +45,17 @@ TWIN_CASE(attend)
     auto bias = given<float>(a, "mask", settings.adds_mask);
     auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
-    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
+    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0),
+        counts(settings.has_counts ? pasa::kCountRows * rows : 0);
     const pasa::AttentionPointers pointers{data(q),       data(keys),   data(v),    data(anchors), data(units),
                                            data(lengths), data(sinks),  settings.adds_mask ? data(bias) : data(mask), data(visits),  data(out),
-                                           data(lse),     data(largest), nullptr};
+                                           data(lse),     data(largest), data(counts), nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
     if (settings.has_largest) a.save("largest", largest.data(), largest.size());
+    if (settings.has_counts) a.save("counts", counts.data(), counts.size());
     a.save("scores", scores.data(), scores.size());
     return report;
 }
