@@ -64,7 +64,6 @@ protected:
     __aicore__ inline void StoreCounts(const Task& task, uint32_t rows)
     {
         const uint64_t all = static_cast<uint64_t>(t_.batch) * t_.heads * t_.rows;
-        AscendC::PipeBarrier<PIPE_V>();
         RowMath(0, rows).Subtract(Count(kSaturated), Count(kSaturated), Count(kNotFinite));
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t kind = 0; kind < kCountRows; ++kind) {

@@ -318,7 +318,14 @@ REFUSED = [
     ({"q": torch.zeros(2, 4, 20, dtype=torch.float16)}, ValueError, "q has 3 dimensions"),
     ({"q": torch.zeros(2, 3, 20, 32).half()}, ValueError, "heads=3 must be a multiple of kv_heads=2"),
     ({"q": torch.zeros(2, 4, 20, 40).half()}, ValueError, "dim=40 must be a multiple of 16, from 16 to 256"),
+    (
+        {"q": torch.zeros(2, 4, 20, 272).half(), "v": torch.zeros(2, 2, 150, 272).half()},
+        ValueError,
+        "dim=272 must be a multiple of 16, from 16 to 256",
+    ),
     ({"q": torch.zeros(2, 4, 32, 20).half().mT}, ValueError, "q is not contiguous"),
+    ({"q": torch.zeros(2, 20, 4, 32).half().transpose(1, 2)}, ValueError, "q is not contiguous"),
+    ({"v": torch.zeros(2, 150, 2, 32).half().transpose(1, 2)}, ValueError, "v is not contiguous"),
     (
         {"v": torch.zeros(1, 2, 150, 32).half()},
         ValueError,
@@ -346,6 +353,15 @@ REFUSED = [
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
     ({"to_bf16": True}, ValueError, "BF16 outputs are for unbiased rounding alone"),
 ]
+
+
+@pytest.mark.parametrize("name", ["keys", "v", "anchors", "units", "lengths", "sinks", "mask", "visits"])
+def test_tensors_of_another_device_are_refused(npu, name):
+    """A tensor without data would send the call to the operator of shapes, so the device is named."""
+    arguments = masked_arguments() if name in ("mask", "visits") else call_arguments()
+    moved = arguments | {name: arguments[name].to("meta")}
+    with pytest.raises(ValueError, match=f"{name} is on meta but the first tensor is on cpu"):
+        npu.npu_attention.default._op_dk(torch._C.DispatchKey.CPU, *moved.values())
 
 
 @pytest.mark.parametrize(("changed", "error", "sentence"), REFUSED, ids=[each[2] for each in REFUSED])

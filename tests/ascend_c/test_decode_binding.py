@@ -275,6 +275,14 @@ def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
         npu.npu_decode(*call_arguments(**changed).values())
 
 
+@pytest.mark.parametrize("name", ["k", "v", "table", "lengths", "starts", "sinks"])
+def test_tensors_of_another_device_are_refused(npu, name):
+    arguments = call_arguments()
+    moved = arguments | {name: arguments[name].to("meta")}
+    with pytest.raises(ValueError, match=f"{name} is on meta but the first tensor is on cpu"):
+        npu.npu_decode.default._op_dk(torch._C.DispatchKey.CPU, *moved.values())
+
+
 def test_a_cache_of_the_wrong_kind_is_named_by_the_public_function(npu):
     x = paged(lengths=[300, 129, 16])
     x.table[0, 1] = 1000
