@@ -65,7 +65,6 @@ protected:
     {
         const uint64_t all = static_cast<uint64_t>(t_.batch) * t_.heads * t_.rows;
         RowMath(0, rows).Subtract(Count(kSaturated), Count(kSaturated), Count(kNotFinite));
-        AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t kind = 0; kind < kCountRows; ++kind) {
             AscendC::LocalTensor<float> numbers = row_out_.AllocTensor<float>();
             RowMath(0, rows).Scale(numbers, Count(kind), 1.0f);
