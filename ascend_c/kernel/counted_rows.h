@@ -122,7 +122,6 @@ private:
         Reduce<AscendC::ReduceType::SUM>(tile, rows, Number(kFirst));
         wide_in_.FreeTensor(tile);
         RowMath(0, rows).Add(to, to, Number(kFirst));
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     template <AscendC::ReduceType kType>
