@@ -49,16 +49,17 @@ class Cache:
 
 def draw_cache(rng: Random, backend: str | None = None) -> Params:
     """Draw an arithmetic, sequences, the pages and how they are filled; `backend` is the NPU's or one of the others."""
-    params = attention.draw(rng) | {"mask": "none", "batch": 1, "layout": "HND", "strides": "contiguous"}
+    params = attention.draw(rng, backend) | {"mask": "none", "batch": 1, "layout": "HND", "strides": "contiguous"}
     interpreted = rng.random() < 0.05
     params |= {"backend": TRITON if interpreted else REFERENCE, "groups": rng.choice((1, 1, 2, 4, 7, 16, 17, 20))}
     if backend == NPU:
         interpreted = False
-        params |= {"backend": NPU, "dim": min(params["dim"], 256)}
+        params |= {"backend": NPU}
     if interpreted:
         params |= {"precision": "pasa", "recovery": "exact", "beta": None, "dim": min(params["dim"], 256)}
         params |= {"heads": min(params["heads"], 2 if params["groups"] <= 4 else 1)}
     params = attention.serve(params, rng) | {"operator": rng.random() < 0.2}
+    params["diagnose"] &= backend != NPU or not params["operator"]
     few, most = (LENGTHS[:8], 2) if interpreted else (LENGTHS, 4)
     not_finite = ("query",) if backend == NPU else ("query", "key", "value")  # as `attention.serve` says
     lengths = [rng.choice(few) for _ in range(rng.randint(1, most))]
