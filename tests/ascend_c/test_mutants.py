@@ -172,7 +172,7 @@ def beyond_fp16(overflow):
     x.k.sub_(3)
     x.q[..., :2] = torch.tensor([128.0, 1.0])
     x.k[..., :2] = 0
-    x.k[:, :, -60:, 0] = -511.75
+    x.k[:, :, -60:, 0] = -4094
     x.k[:, :, -60:, 1] = 3 * torch.arange(60) - 70
     return x
 
