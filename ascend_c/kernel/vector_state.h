@@ -223,7 +223,6 @@ protected:
             AscendC::PipeBarrier<PIPE_V>();
         }
         AscendC::Compares(mask_bits_buffer_.Get<uint8_t>(), bias, kNothing, AscendC::CMPMODE::GE, rows * kBlockKeys);
-        AscendC::PipeBarrier<PIPE_V>();
         wide_in_.FreeTensor(bias);
     }
 
