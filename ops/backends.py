@@ -208,7 +208,6 @@ ASCEND_C: Backend = Backend(
     limits=lambda request: ASCEND_C.load().limits(request),
     label="Ascend C kernels for Atlas A2 or the Ascend 310P; run on a CPU twin of either, not on an NPU",
     devices=("npu",),
-    masks=("none", "bool"),
     accepts={
         "precision": ("pasa",),
         "recovery": ("exact", "paper"),
@@ -220,8 +219,10 @@ ASCEND_C: Backend = Backend(
         "block_k": (128,),
     },
     head_dims=(1, 256),
-    features=("packed sequences", "paged caches", "windows", "sinks", "max logits"),
-    feature_options={name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits")},
+    features=tuple(name for name in FEATURES if name != "soft caps"),
+    feature_options={
+        name: {"recovery": ("exact",)} for name in ("masks", "windows", "sinks", "max logits", "diagnostics")
+    },
     priority=3,
 )
 SDPA = Backend(

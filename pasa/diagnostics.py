@@ -25,6 +25,7 @@ class AttentionRecord:
         Scores with a NaN or infinity of the input are not counted; they make the rows that see them NaN.
     rescued_tiles, flushed_tiles, tiles : Tensor
         Numbers of tiles kept in FP32, of tiles before which the output of earlier ones was rescaled, and of all tiles.
+        Backend `npu` counts tiles of 64 rows that see a key, whatever `block_q` is.
     """
 
     max_score_before: Tensor

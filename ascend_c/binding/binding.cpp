@@ -28,14 +28,15 @@ namespace {
 
 // ---- masks
 
-// A bool mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
+// A bool or FP32 mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
 // entry for all batch entries, or one for each, and likewise for heads.
 void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t keys, Settings& settings)
 {
     const at::IntArrayRef rows = q.sizes().slice(0, 3);
     std::vector<int64_t> shape = rows.vec();
     shape.push_back(keys);
-    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "mask is ", mask.scalar_type(), ", expected Bool");
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool || mask.scalar_type() == at::kFloat, "mask is ",
+                     mask.scalar_type(), ", expected Bool or Float");
     TORCH_CHECK_VALUE(mask.device() == q.device(), "mask is on ", mask.device(), " but the first tensor is on ",
                       q.device());
     TORCH_CHECK_VALUE(mask.sizes() == at::IntArrayRef(shape), "mask has shape ", mask.sizes(), ", expected ",
@@ -44,7 +45,11 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
                       " between keys, expected 1");
     TORCH_CHECK_VALUE(mask.stride(2) == 0 || mask.stride(2) >= keys || mask.size(2) == 1, "mask has a stride of ",
                       mask.stride(2), " between rows, expected 0 or at least ", keys);
+    constexpr int64_t most = int64_t{1} << 30;  // elements: a copy expresses the gap in bytes, with 32 bits
+    TORCH_CHECK_VALUE(mask.stride(2) < most || mask.size(2) == 1, "mask has a stride of ", mask.stride(2),
+                      " between rows, expected less than ", most, ": copy it");
     settings.has_mask = true;
+    settings.adds_mask = mask.scalar_type() == at::kFloat;
     CheckTensor("visits", visits, q, at::kLong,
                 {visits.size(0) == 1 ? 1 : rows[0], visits.size(1) == 1 ? 1 : rows[1],
                  DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys) + 1, kVisitWords});
@@ -100,12 +105,12 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
 }
 
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
-std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
+std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
                                      const OptionalTensor& lengths, const OptionalTensor& sinks,
                                      const OptionalTensor& mask, const OptionalTensor& visits, bool is_causal,
                                      int64_t left, int64_t right, double scale, double invariance, bool saturate,
-                                     int64_t unbiased_columns, bool to_bf16, bool largest_scores)
+                                     int64_t unbiased_columns, bool to_bf16, bool largest_scores, bool counted)
 {
     const bool exact = anchors.has_value();
     TORCH_CHECK_VALUE(units.has_value() == exact, "anchors and units come together");
@@ -118,6 +123,7 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys
     settings.has_lengths = lengths.has_value();
     settings.has_sinks = sinks.has_value();
     settings.has_largest = largest_scores;
+    settings.has_counts = counted;
     settings.left = left;
     settings.right = right;
     TORCH_CHECK_VALUE(visits.has_value() == mask.has_value(), "mask and visits come together");
@@ -143,12 +149,13 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys
     Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
     Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+    Tensor counts = at::empty(counted ? at::IntArrayRef({kCountRows, batch, q.size(1), q.size(2)}) : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
     const AttentionPointers given{Pointer(q),     Pointer(keys), Pointer(v),      Pointer(anchors), Pointer(units), Pointer(lengths),
-                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(workspace)};
+                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(counts), Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
-    return {out, lse, largest};
+    return {out, lse, largest, counts};
 }
 
 // ---- shapes alone, for tracing
@@ -168,15 +175,17 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
     return at::empty_symint(k.sym_sizes(), k.options());
 }
 
-std::tuple<Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
+std::tuple<Tensor, Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, bool, int64_t, int64_t, double,
-                                           double, bool, int64_t, bool to_bf16, bool largest_scores)
+                                           double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
 {
     const auto rows = q.sym_sizes().slice(0, 3);
+    const c10::SymInt counts[] = {kCountRows, rows[0], rows[1], rows[2]};
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(rows, q.options().dtype(at::kFloat)),
-            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
+            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat)),
+            at::empty_symint(counted ? c10::SymIntArrayRef(counts) : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
 }
 
 }  // namespace
@@ -191,7 +200,8 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
         "Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, float invariance, "
-        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores) -> (Tensor, Tensor, Tensor)");
+        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, bool counted) "
+        "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)

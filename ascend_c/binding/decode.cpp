@@ -106,10 +106,12 @@ void Check(const DecodeCall& c)
 
 // ---- tiling and launch
 
+// An axis with one entry may have any stride, because nothing steps over it.
 CacheStrides StridesOf(const Tensor& x, bool paged)
 {
-    const int64_t slot = x.stride(paged ? 1 : 2), head = x.stride(paged ? 2 : 1);
-    return {static_cast<uint64_t>(x.stride(0)), static_cast<uint64_t>(head),
+    const auto step = [&x](int64_t axis, int64_t alone) { return x.size(axis) == 1 ? alone : x.stride(axis); };
+    const int64_t slot = step(paged ? 1 : 2, x.size(3)), head = step(paged ? 2 : 1, 0);
+    return {static_cast<uint64_t>(step(0, 0)), static_cast<uint64_t>(head),
             static_cast<uint32_t>(std::min<int64_t>(slot, std::numeric_limits<uint32_t>::max()))};
 }
 

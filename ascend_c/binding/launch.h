@@ -19,6 +19,7 @@ struct AttentionPointers {
     void* out;
     void* lse;
     void* largest;
+    void* counts;
     void* workspace;
 };
 

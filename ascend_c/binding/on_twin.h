@@ -32,8 +32,8 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
     });
 }
 
-// From the first byte of a mask to its last one.
-inline size_t MaskBytes(const AttentionTiling& t)
+// From the first element of a mask to its last one.
+inline size_t MaskElements(const AttentionTiling& t)
 {
     const MaskTiling& m = t.mask;
     return (t.batch - 1) * m.batch_stride + (t.heads - 1) * m.head_stride + (t.rows - 1) * m.row_stride + t.keys;
@@ -62,11 +62,13 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
     given.sinks = memory.Input<float>("sinks", p.sinks, t.heads);
-    given.mask = memory.Input<uint8_t>("mask", p.mask, MaskBytes(t));
+    given.mask = t.adds_mask ? memory.Input<float>("mask", p.mask, MaskElements(t))
+                             : memory.Input<uint8_t>("mask", p.mask, MaskElements(t));
     given.visits = memory.Input<int64_t>("visits", p.visits, VisitWords(t));
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
     given.largest = memory.Output<float>("largest", p.largest, queries);
+    given.counts = memory.Output<float>("counts", p.counts, kCountRows * queries);
     if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);
     given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, t.workspace_bytes);
     options.shape = twin::Shape::mix_1_2;

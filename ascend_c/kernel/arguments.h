@@ -24,11 +24,12 @@ struct Arguments {
     GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
     GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
     GM_ADDR sinks;    // FP32 (H,), if tiling.has_sinks
-    GM_ADDR mask;     // bytes, if tiling.has_mask: 0 hides a key from a row; tiling.mask has the strides
+    GM_ADDR mask;     // bytes or FP32, if tiling.has_mask; tiling.mask has the strides
     GM_ADDR visits;   // int64 (batches, heads, tiles, blocks + 1, 3), if tiling.has_mask: key_blocks.h
     GM_ADDR out;      // FP16, or BF16 if tiling.to_bf16 (B, H, Sq, D)
     GM_ADDR lse;      // FP32 (B, H, Sq)
     GM_ADDR largest;  // FP32 (B, H, Sq), the largest score of each row, if tiling.has_largest
+    GM_ADDR counts;   // FP32 (7, B, H, Sq), of each row, if tiling.has_counts: counted_rows.h
     GM_ADDR scores;   // FP16 (B, H, tiles, blocks, 128, 128), if tiling.keep_scores
     GM_ADDR workspace;
 };

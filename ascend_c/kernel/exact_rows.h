@@ -15,32 +15,40 @@ protected:
     using OutputRows::OutputRows;
     static constexpr uint32_t kGuessRow = 2 * kHalfRows;  // of loaded offsets; behind it the unit
 
-    // The tile again, in FP32 and in nats, to score_tile_; the largest of each row to kTop, in units of the tile.
+    // The tile again, in FP32 and in nats, with a mask added, to score_tile_; the largest of each row to kTop, in units of
+    // the tile (TopFactor).
     __aicore__ inline void LoadWide(const Task& task, uint32_t j, uint32_t rows, float factor)
     {
         const uint32_t slot = j % 2;
-        AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         FloatTile wide = wide_in_.AllocTensor<float>();
         AscendC::DataCopy(wide, wide_[slot], rows * kBlockKeys);
         wide_in_.EnQue(wide);
         wide = wide_in_.DeQue<float>();
         Hide(task, 0, tasks_.Block(task, j), rows, wide);
         RowReduction<AscendC::ReduceType::MAX> top(work_, rows);
-        top.Blocks(wide);
+        if (!t_.adds_mask) top.Blocks(wide);
         AscendC::Muls(score_tile_, wide, factor, rows * kBlockKeys);
         wide_in_.FreeTensor(wide);
         AscendC::PipeBarrier<PIPE_V>();
+        if (t_.adds_mask) {
+            AddMask(task, tasks_.Block(task, j), rows);
+            top.Blocks(score_tile_);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
         top.Halves();
         AscendC::PipeBarrier<PIPE_V>();
         top.Finish(Number(kTop));
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Return if the tile has to come in FP32: a score is too far above its reference (from it, if that is a guess), or
+    // Nats in a unit of kTop. What a mask adds is in nats.
+    __aicore__ inline float TopFactor(uint32_t slot) const { return t_.adds_mask ? 1.0f : factor_[slot]; }
+
+    // Return if the tile has to come in FP32: a mask is added, which no reference foresees, or a score is too far above its reference (from it, if that is a guess), or
     // the reference is too far above the running maximum, or the scale is too coarse for the distances of all.
     __aicore__ inline bool NeedsWide(uint32_t rows, float reached, float factor)
     {
-        if (reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit) return true;
+        if (t_.adds_mask || reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit) return true;
         return kHalfLargest * factor < kZeroWeight && HasBottom(rows, factor);
     }
 
@@ -127,7 +135,7 @@ protected:
         offset_in_.FreeTensor(in);
         AscendC::PipeBarrier<PIPE_V>();
         all.Subtract(Number(kCarried), Number(0, kFrame), Framed(1));
-        const RowBits begin = SeeFirst(task, 1, rows, SeenRows(task, 0, rows));
+        const RowBits begin = t_.adds_mask ? everyone : SeeFirst(task, 1, rows, SeenRows(task, 0, rows));
         BeginReference(1, rows, Number(0, kOffset), factor_[1], begin, everyone, false);
         SendReference(1, rows);
         FinishReference();

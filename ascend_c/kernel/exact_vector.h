@@ -1,7 +1,7 @@
 // A vector core's part of attention by the exact recovery: softmax over half of the rows of a tile, verdict, reference.
 #pragma once
 
-#include "exact_rows.h"
+#include "counted_rows.h"
 
 namespace pasa {
 
@@ -12,10 +12,10 @@ constexpr float kLift = 0x1p10f, kLiftNats = 6.931471806f;
 // Nats between the reference of a tile and that of the weights which are not subtracted.
 constexpr float kAligned = 0x1p-14f;
 
-class ExactVector : private ExactRows {
+class ExactVector : private CountedRows {
 public:
     __aicore__ inline ExactVector(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
-        : ExactRows(arguments, tiling, true, pipe)
+        : CountedRows(arguments, tiling, true, pipe)
     {
     }
 
@@ -53,9 +53,10 @@ private:
             if (t_.has_largest) all.Set(Number(kBest), kNothing);
             AscendC::Duplicate(Output(0), 0.0f, rows * t_.dim);
             AscendC::PipeBarrier<PIPE_V>();
+            if (t_.has_counts) BeginCounts();
         }
         if (task.steps == 0) return;
-        if (t_.has_mask && rows > 0) {
+        if (HidesByBits() && rows > 0) {
             LoadMask(task, tasks_.Block(task, 0), rows);
             TakeMask(task, tasks_.Block(task, 0), rows);
         }
@@ -74,6 +75,8 @@ private:
             if (rows > 0) AddProducts(slot, rows);
         }
         Finish(task, 0, kLift, seen_);
+        const uint32_t stored = OwnRows(task.lane[0].rows);
+        if (t_.has_counts && stored > 0) StoreCounts(task, stored);
     }
 
     __aicore__ inline void TakeScores(const Task& task, uint32_t j)
@@ -97,8 +100,13 @@ private:
         bool moves = wide;
         if (extremes.ahead > kMoveReach) moves = true;
         const bool brings = refers && !HasReference(slot, extremes.apart, moves, next_factor);
-        TellVerdict(slot, (wide ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
+        const bool answered = wide || t_.has_counts;  // the cube core's answer is needed at once
+        TellVerdict(slot, (answered ? kWantsWide : 0) | (moves && j > 0 && t_.resident ? kWantsOutput : 0) |
                               (brings ? kBringsReference : 0));
+        if (answered) {
+            AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
+        }
+        if (t_.has_counts) CountScores(task, j, rows, now_, wide, moves && seen_ != 0);
         if (wide) LoadWide(task, j, rows, factor);
         if (t_.has_largest) FindLargest(slot);
         if (moves) MoveReference(slot, rows, wide);
@@ -114,9 +122,9 @@ private:
         settled_ = !moves;
         before_ = seen_;
         seen_ |= now_;
-        if (!wide) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
+        if (!answered) AscendC::CrossCoreWaitFlag<kGroup>(kWideReady + slot);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + slot);
-        if (t_.has_mask && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
+        if (HidesByBits() && j + 1 < task.steps) TakeMask(task, tasks_.Block(task, j + 1), rows);
         if (j == 0) return;
         if (!t_.resident) AscendC::CrossCoreWaitFlag<kGroup>(kProductReady + 1 - slot);
         if (!moves && t_.resident) return;
@@ -127,7 +135,8 @@ private:
     }
 
     // Which rows see what. Those that see their first key in the next step refer to that tile's guess in the tile after
-    // it: until then they hold it in the place of a maximum and a frame. When they begin, they have no maximum.
+    // it: until then they hold it in the place of a maximum and a frame. When they begin, they have no maximum. Where a
+    // mask is added, every tile refers to its guess, because R holds what the mask adds.
     __aicore__ inline void FindRows(const Task& task, uint32_t j, uint32_t rows)
     {
         now_ = SeenRows(task, j, rows);
@@ -135,6 +144,9 @@ private:
         begin_ = j + 2 < task.steps ? SeeFirst(task, j + 2, rows, seen_ | now_ | late_) : 0;
         if (t_.anchor_rows < 3) return;
         RowMath(now_ & ~seen_).Set(Number(0, kMaximum), kNothing);
+        if (t_.adds_mask && j + 2 < task.steps) {
+            begin_ = RowsBetween(0, rows);
+        }
         if (late_ == 0) return;
         const uint32_t other = 1 - j % 2;
         FinishReference();  // of the next step
@@ -162,7 +174,7 @@ private:
         }
         AscendC::Cast(score_tile_, narrow, AscendC::RoundMode::CAST_NONE, rows * kBlockKeys);
         narrow_in_.FreeTensor(narrow);
-        if (t_.has_mask && j + 1 < task.steps) LoadMask(task, tasks_.Block(task, j + 1), rows);
+        if (HidesByBits() && j + 1 < task.steps) LoadMask(task, tasks_.Block(task, j + 1), rows);
         seeing.Subtract(Number(kFirst), Number(0, kFrame), Framed(slot));
         all.Set(Number(kReached), 0.0f);
         all.Set(Number(kGap), 0.0f);
@@ -247,7 +259,7 @@ private:
     {
         RowMath seeing(now_);
         const Row here = Number(kDistance);
-        seeing.Scale(here, Number(kTop), factor_[slot]);
+        seeing.Scale(here, Number(kTop), TopFactor(slot));
         AscendC::PipeBarrier<PIPE_V>();
         seeing.Add(here, here, Number(slot, kOffset));
         AscendC::PipeBarrier<PIPE_V>();
@@ -261,7 +273,7 @@ private:
         RowMath all(0, rows);
         const Row maximum = Number(0, kMaximum), top = Number(kLarger), highest = Number(kTop);
         if (wide) {
-            all.Scale(top, Number(kTop), factor_[slot]);
+            all.Scale(top, Number(kTop), TopFactor(slot));
             AscendC::PipeBarrier<PIPE_V>();
         }
         all.Add(highest, top, Number(slot, kOffset));

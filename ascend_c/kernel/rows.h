@@ -182,9 +182,10 @@ __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t
 constexpr float kHalfLargest = 65504.0f;
 // Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
 constexpr float kHidden = -0x1p100f;
-// A running maximum before the first key: below every score, which is below 2^43 units of at most 2^80 nats. Fully
-// masked rows may find masked scores above it; their result is replaced at the end.
-constexpr float kNothing = -0x1p125f;
+// A running maximum before the first key: FP32's lowest number. Scores are above it, because they are below 2^43 units of
+// at most 2^80 nats, and with them what a mask adds is no lower (ops/attention/spec/masking.py, fitting_mask). Fully masked
+// rows may find masked scores above it; their result is replaced at the end.
+constexpr float kNothing = -0x1.fffffep127f;
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 
 // A scalar as FP16. The scalar unit rounds to odd, so this is for numbers that FP16 holds.

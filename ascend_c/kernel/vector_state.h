@@ -68,7 +68,9 @@ protected:
         out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
         lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
         if (tiling.has_largest) largest_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.largest));
+        if (tiling.has_counts) given_counts_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.counts));
         if (tiling.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
+        if (tiling.adds_mask) bias_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.mask));
         if (tiling.has_sinks) sinks_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.sinks));
         for (uint32_t i = 0; i < kLanes; ++i) {
             GM_ADDR at = arguments.workspace + (Group() * kLanes + i) * tiling.lane.bytes;
@@ -94,7 +96,7 @@ protected:
     }
 
     // Scores that a row does not see become kHidden: keys that do not exist, those beside a causal mask's or a window's
-    // edges, and those that a mask hides.
+    // edges, and those that a mask of bits hides.
     __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
         const uint32_t count = KeysOf(task, j);
@@ -111,7 +113,7 @@ protected:
             AscendC::PipeBarrier<PIPE_V>();
         }
         if (t_.windowed) HideBeforeWindow(task, j, rows, tile);
-        if (t_.has_mask) HideMasked(rows, tile);  // reads all columns, so those behind the last key have to be there
+        if (HidesByBits()) HideMasked(rows, tile);  // reads all columns, so those behind the last key have to be there
     }
 
     // Keys to the left of the windows of rows. Other rows' windows begin before the block.
@@ -127,30 +129,63 @@ protected:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // The tile's part of the mask on its way. Its place is that of FP16 scores, which have to be taken before.
+    // Return if a mask hides keys by its bits; others are added to scores.
+    __aicore__ inline bool HidesByBits() const { return t_.has_mask && !t_.adds_mask; }
+
+    // The tile's part of a mask of bytes on its way. Its place is that of FP16 scores, which have to be taken before.
     __aicore__ inline void LoadMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        AscendC::LocalTensor<uint8_t> bytes = narrow_in_.AllocTensor<uint8_t>();
+        LoadMaskTile(bytes, mask_, task, j, rows);
+        narrow_in_.EnQue(bytes);
+    }
+
+    // The elements of a tile, in rows of 128. Where all rows share them, there is one.
+    template <typename T>
+    __aicore__ inline void LoadMaskTile(const AscendC::LocalTensor<T>& to, const AscendC::GlobalTensor<T>& mask,
+                                        const Task& task, uint32_t j, uint32_t rows)
     {
         const uint32_t own = OwnRows(task.lane[0].rows), count = KeysOf(task, j);
         uint64_t at = (task.lane[0].first_row + skipped_) * t_.mask.row_stride + j * kBlockKeys;
         at += task.head % t_.heads * t_.mask.head_stride;
         at += task.batch * t_.mask.batch_stride;
-        AscendC::LocalTensor<uint8_t> bytes = narrow_in_.AllocTensor<uint8_t>();
-        LoadMaskRows(bytes, mask_[at], t_.mask.row_stride == 0 ? 1 : own, count);
+        LoadMaskRows(to, mask[at], t_.mask.row_stride == 0 ? 1 : own, count);
         if (rows > own && t_.mask.row_stride > 0) {  // one row, which is computed twice
-            LoadMaskRows(bytes[kBlockKeys], mask_[at], 1, count);
+            LoadMaskRows(to[kBlockKeys], mask[at], 1, count);
         }
-        narrow_in_.EnQue(bytes);
     }
 
-    __aicore__ inline void LoadMaskRows(const AscendC::LocalTensor<uint8_t>& to,
-                                        const AscendC::GlobalTensor<uint8_t>& from, uint32_t rows, uint32_t count)
+    template <typename T>
+    __aicore__ inline void LoadMaskRows(const AscendC::LocalTensor<T>& to, const AscendC::GlobalTensor<T>& from,
+                                        uint32_t rows, uint32_t count)
     {
+        const uint32_t bytes = count * sizeof(T);
         AscendC::DataCopyExtParams p;
         p.blockCount = rows;
-        p.blockLen = count;
-        p.srcStride = rows > 1 ? t_.mask.row_stride - count : 0;
-        p.dstStride = (kBlockKeys - RoundUp(count, kBlockBytes)) / kBlockBytes;
-        AscendC::DataCopyPad(to, from, p, AscendC::DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
+        p.blockLen = bytes;
+        p.srcStride = rows > 1 ? t_.mask.row_stride * sizeof(T) - bytes : 0;
+        p.dstStride = (kBlockKeys * sizeof(T) - RoundUp(bytes, kBlockBytes)) / kBlockBytes;
+        AscendC::DataCopyPad(to, from, p, AscendC::DataCopyPadExtParams<T>(false, 0, 0, 0));
+    }
+
+    // score_tile_, in nats, with the tile's part of a mask added. Nothing is behind the last key, which a maximum may
+    // not find: it becomes kNothing.
+    __aicore__ inline void AddMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        const uint32_t count = KeysOf(task, j), stride = t_.mask.row_stride == 0 ? 0 : kTileBlocks;
+        FloatTile bias = wide_in_.AllocTensor<float>();
+        LoadMaskTile(bias, bias_, task, j, rows);
+        wide_in_.EnQue(bias);
+        bias = wide_in_.DeQue<float>();
+        for (uint32_t c = 0; c < count; c += kFloats) {
+            AscendC::Add(score_tile_[c], score_tile_[c], bias[c], Least(kFloats, count - c), rows,
+                         AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));
+        }
+        if (count < kBlockKeys) {
+            HideColumns(score_tile_, count, rows, kNothing);
+        }
+        AscendC::PipeBarrier<PIPE_V>();
+        wide_in_.FreeTensor(bias);
     }
 
     // The loaded part of the mask as bits, sixteen rows at a time.
@@ -172,6 +207,25 @@ protected:
         narrow_in_.FreeTensor(bytes);
     }
 
+    // Where a mask that is added hides keys, as bits.
+    __aicore__ inline void TakeAddedMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        const uint32_t count = KeysOf(task, j);
+        FloatTile bias = wide_in_.AllocTensor<float>();
+        LoadMaskTile(bias, bias_, task, j, rows);
+        for (uint32_t r = 1; r < rows && t_.mask.row_stride == 0; ++r) {
+            LoadMaskTile(bias[r * kBlockKeys], bias_, task, j, rows);
+        }
+        wide_in_.EnQue(bias);
+        bias = wide_in_.DeQue<float>();
+        if (count < kBlockKeys) {
+            HideColumns(bias, count, rows, 0.0f);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+        AscendC::Compares(mask_bits_buffer_.Get<uint8_t>(), bias, kNothing, AscendC::CMPMODE::GE, rows * kBlockKeys);
+        wide_in_.FreeTensor(bias);
+    }
+
     __aicore__ inline void HideMasked(uint32_t rows, const FloatTile& tile)
     {
         AscendC::Select(tile, mask_bits_buffer_.Get<uint8_t>(), tile, kHidden, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE,
@@ -190,14 +244,15 @@ protected:
     float factor_[kLanes];  // exact: from units of a block's tile to nats
     AscendC::GlobalTensor<half> out_;
     AscendC::GlobalTensor<uint8_t> mask_;
-    AscendC::GlobalTensor<float> lse_, largest_, units_, sinks_;
+    AscendC::GlobalTensor<float> bias_, given_counts_, lse_, largest_, units_, sinks_;
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
     AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_, sums_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
-        half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_;
+        half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_,
+        counts_buffer_;
     AscendC::LocalTensor<float> values_, score_tile_, spread_, work_, mean_work_;
 
 private:
@@ -219,6 +274,7 @@ private:
         if (exact) {
             pipe.InitBuffer(offset_in_, 1, 3 * kHalfRows * sizeof(float) + kBlockBytes);
             pipe.InitBuffer(mask_bits_buffer_, kHalfRows * kBlockKeys / 8);
+            if (t_.has_counts) pipe.InitBuffer(counts_buffer_, kCountRows * kHalfRows * sizeof(float));
             pipe.InitBuffer(sums_in_, 1, kHalfRows * kFractal * sizeof(float));
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));
             pipe.InitBuffer(verdict_out_, 1, kVerdictWords * sizeof(int32_t));

@@ -61,11 +61,13 @@ struct Settings {
     int64_t left = -1;  // keys that a row sees to the left of its own, and to the right; -1: all
     int64_t right = -1;
     bool has_mask = false;
+    bool adds_mask = false;
     MaskTiling mask{};
     bool saturates = false;
     bool has_lengths = false;
     bool has_sinks = false;
     bool has_largest = false;
+    bool has_counts = false;
     bool keep_scores = false;
     uint32_t unbiased_columns = 0;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     bool to_bf16 = false;
@@ -127,7 +129,9 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
     Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
     Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
+    Require(settings.has_mask || !settings.adds_mask, "there is no mask to be added");
     Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
+    Require(settings.exact || !settings.has_counts, "the published recovery returns no counts");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};
@@ -141,19 +145,22 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.tile_rows = kTileRows;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
-    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
+    const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;
+    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.causal = settings.causal || settings.right >= 0;
     t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
     t.windowed = settings.left >= 0;
     t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
     t.has_mask = settings.has_mask;
+    t.adds_mask = settings.adds_mask;
     t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
     t.mask = settings.mask;
     t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
     t.has_sinks = settings.has_sinks;
     t.has_largest = settings.has_largest;
+    t.has_counts = settings.has_counts;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);

@@ -23,6 +23,7 @@ constexpr uint32_t kChunk = 128;  // columns of an operand in one half of L0A or
 constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smallest copy
 constexpr uint32_t kWaveColumns = 64;  // most columns of a row that unbiased rounding tests
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
+constexpr uint32_t kCountRows = 7;  // kinds of counts: kernel/counted_rows.h
 constexpr uint32_t kVisitWords = 3;  // of each key block that a tile visits
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
@@ -40,7 +41,7 @@ struct LaneWorkspace {
     uint64_t bytes;
 };
 
-// A bool mask: its elements are bytes, and those of a row follow each other. A stride of 0 repeats what it steps over.
+// A mask: elements of a row follow each other. A stride of 0 repeats what it steps over.
 struct MaskTiling {
     uint32_t batches;  // batch entries and heads that have a table of visits of their own: 1, or all
     uint32_t heads;
@@ -65,12 +66,14 @@ struct AttentionTiling {
     uint32_t windowed;  // exact: a row sees no key further to the left of its own than `left`
     uint32_t left;
     uint32_t has_mask;     // exact: a row sees no key that the mask hides
+    uint32_t adds_mask;    // its elements are FP32, added to scores in nats (-inf hides); otherwise bytes (0 hides)
     uint32_t anchor_rows;  // of a block of keys: 2, or 3 where rows may see their first key in any block
     MaskTiling mask;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0
     uint32_t has_lengths;  // keys of each batch entry, otherwise all
     uint32_t has_sinks;    // one more score for each row of a head, whose value is 0
     uint32_t has_largest;  // exact: the largest score of each row is wanted
+    uint32_t has_counts;   // exact: counts of what score tiles hold are wanted
     uint32_t unbiased_columns;  // columns of a row that unbiased rounding tests to flag it; 0: round to nearest
     uint32_t leaning;           // excess of columns of one sign over the other that flags a row
     uint32_t to_bf16;           // outputs are BF16; otherwise FP16

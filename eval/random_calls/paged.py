@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pasa
 from pasa.eval.random_calls import attention
-from pasa.eval.random_calls.backends import REFERENCE, TRITON, available
+from pasa.eval.random_calls.backends import NPU, REFERENCE, TRITON, available
 from pasa.eval.random_calls.cases import SEED, Kind, Measures, Params
 from pasa.eval.random_calls.inputs import Call, indices, make
 
@@ -47,21 +47,26 @@ class Cache:
     members: list[Tensor]  # which keys of the call a sequence has
 
 
-def draw_cache(rng: Random) -> Params:
-    """Draw an arithmetic, sequences, the pages and how they are filled."""
-    params = attention.draw(rng) | {"mask": "none", "batch": 1, "layout": "HND", "strides": "contiguous"}
+def draw_cache(rng: Random, backend: str | None = None) -> Params:
+    """Draw an arithmetic, sequences, the pages and how they are filled; `backend` is the NPU's or one of the others."""
+    params = attention.draw(rng, backend) | {"mask": "none", "batch": 1, "layout": "HND", "strides": "contiguous"}
     interpreted = rng.random() < 0.05
     params |= {"backend": TRITON if interpreted else REFERENCE, "groups": rng.choice((1, 1, 2, 4, 7, 16, 17, 20))}
+    if backend == NPU:
+        interpreted = False
+        params |= {"backend": NPU}
     if interpreted:
         params |= {"precision": "pasa", "recovery": "exact", "beta": None, "dim": min(params["dim"], 256)}
         params |= {"heads": min(params["heads"], 2 if params["groups"] <= 4 else 1)}
     params = attention.serve(params, rng) | {"operator": rng.random() < 0.2}
+    params["diagnose"] &= backend != NPU or not params["operator"]
     few, most = (LENGTHS[:8], 2) if interpreted else (LENGTHS, 4)
+    not_finite = ("query",) if backend == NPU else ("query", "key", "value")  # as `attention.serve` says
     lengths = [rng.choice(few) for _ in range(rng.randint(1, most))]
     return params | {
         "lengths": lengths, "keys": max(1, sum(lengths)), "rows": len(lengths),
         "prefix": [0, *(rng.choice((0, 0, 1, 3)) for _ in lengths[1:])],
-        "garbage": rng.choice(("query", "key", "value")) if rng.random() < 0.1 else "none",
+        "garbage": rng.choice(not_finite) if rng.random() < 0.1 else "none",
         "block_k": 5 if params["block_k"] == 1 else params["block_k"], "slots": rng.choice(SLOTS),
         "view": rng.choice(list(VIEWS)), "stale": rng.randrange(len(STALE)), "fill": rng.choice(FILLS),
         "anchors": rng.random() < (0.8 if interpreted else 0.5),
@@ -206,9 +211,9 @@ def run_write(params: Params) -> Measures:
     return check_fill(params, cache, call)
 
 
-def draw_attention(rng: Random) -> Params:
-    """Draw one query for each sequence, or a few, and padding rows behind them."""
-    params = draw_cache(rng)
+def draw_attention(rng: Random, backend: str | None = None) -> Params:
+    """Draw one query for each sequence, or a few, and padding rows behind them; `backend` as in `draw_cache`."""
+    params = draw_cache(rng, backend)
     interpreted, queries, padding = params["backend"] == TRITON, None, 0
     if rng.random() >= (0.75 if interpreted else 0.5):
         queries = [rng.choice((0, 1, 2, 2 if interpreted else 5)) for _ in params["lengths"]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.eval.check_device.npu.probes import INTEGERS
 from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
-from pasa.ops.attention.ascend.masks import find_visits
+from pasa.ops.attention.ascend.masks import find_visits, keeps
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import attention as reference
 from pasa.ops.attention.spec import scores
@@ -46,7 +46,8 @@ class Call:
     scale: float | None = None
     window: tuple[int, int] = operator_call.NO_WINDOW
     largest: bool = False  # also the largest score of each row
-    mask: Tensor | None = None  # bool (B or 1, H or 1, Sq or 1, Skv)
+    counts: bool = False  # also what score tiles hold
+    mask: Tensor | None = None  # bool or FP32 (B or 1, H or 1, Sq or 1, Skv)
     unbiased: torch.dtype | None = None  # the type that outputs are rounded to without bias, if they are
 
     @property
@@ -72,7 +73,7 @@ class Call:
         names = ("batch_stride", "head_stride", "row_stride")
         strides = (0 if self.mask.shape[axis] == 1 else self.mask.contiguous().stride(axis) for axis in range(3))
         entries = {"mask_batches": self.mask.shape[0], "mask_heads": self.mask.shape[1]}
-        return entries | dict(zip(names, strides, strict=True))
+        return entries | dict(zip(names, strides, strict=True)) | {"adds_mask": int(self.mask.is_floating_point())}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a program needs."""
@@ -82,7 +83,7 @@ class Call:
         how = {"causal": int(self.causal), "exact": int(self.exact)}
         how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks", "mask")}
         how |= {"left": self.window[0], "right": self.window[1], "begins_anywhere": int(self.begins_anywhere)}
-        how["largest"] = int(self.largest)
+        how |= {"largest": int(self.largest), "counts": int(self.counts)}
         how |= self.mask_settings()
         rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
         how |= rounding if self.unbiased else {}
@@ -112,7 +113,8 @@ def input_arrays(x: Call) -> dict[str, np.ndarray]:
     if x.sinks is not None:
         result["sinks"] = array(x.sinks.float())
     if x.mask is not None:
-        result |= {"mask": array(x.mask.byte()), "visits": array(find_visits(x.mask, x.q.shape[2]))}
+        elements = x.mask if x.mask.is_floating_point() else x.mask.byte()
+        result |= {"mask": array(elements), "visits": array(find_visits(keeps(x.mask), x.q.shape[2]))}
     if not x.exact:
         result["k"] = array(whole_blocks(x.k, BLOCK))
         result["matrix"] = array(matrix_of(x)[0])
@@ -151,6 +153,8 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
         result.arrays["out"] = read(program, "out", np.float16, x.q.shape).view(x.unbiased or torch.float16)
         for name in ("lse", "largest") if x.largest else ("lse",):
             result.arrays[name] = read(program, name, np.float32, x.q.shape[:3])
+        if x.counts:
+            result.arrays["counts"] = read(program, "counts", np.float32, (7, *x.q.shape[:3]))
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
@@ -211,7 +215,7 @@ def seen(x: Call) -> Tensor:
     if x.window[1] >= 0:
         visible &= key <= row + keys - rows + x.window[1]
     visible = visible.expand(x.q.shape[0], 1, rows, keys)
-    visible = visible if x.mask is None else visible & x.mask
+    visible = visible if x.mask is None else visible & keeps(x.mask)
     return visible if x.lengths is None else visible & (key < x.lengths.view(-1, 1, 1, 1))
 
 
@@ -225,7 +229,7 @@ def attend_by_reference(x: Call) -> Run:
     wide = torch.full((*x.q.shape[:3], x.k.shape[2]), torch.nan)
     model = scores.ExactScores if x.exact else scores.PaperScores
     make_tile = model.tile
-    whole = mask is None or (x.lengths is None and bool(mask.any(2).any(1).all()))
+    whole = mask is None or (x.lengths is None and bool(keeps(mask).any(2).any(1).all()))
 
     def kept(self: Any, block: Block) -> ScoreTile:
         tile = make_tile(self, block)

@@ -25,6 +25,8 @@ SYNCHRONISATION = (
 )
 CALL = re.compile(rf"AscendC::({'|'.join(SYNCHRONISATION)})(<[^;]*?>)?\([^;]*?\);", re.DOTALL)
 BUFFER = re.compile(r"(pipe\.InitBuffer\(\w+,\s*(?:[\w.]+,\s*)?)([^;]*?)\);", re.DOTALL)
+ADDED = """AscendC::Add(score_tile_[c], score_tile_[c], bias[c], Least(kFloats, count - c), rows,
+                         AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));"""
 # Each entry breaks one rule of the arithmetic: the statement, and its replacement.
 RULES = {
     "first tile below its guess is not rescued": (
@@ -199,7 +201,36 @@ RULES = {
         "all.Set(Number(kNext), 0.0f);",
     ),
     "a row that is computed twice has no mask of its own": (
-        "LoadMaskRows(bytes[kBlockKeys], mask_[at], 1, count);",
+        "LoadMaskRows(to[kBlockKeys], mask[at], 1, count);",
+        "",
+    ),
+    "a mask is not added": (ADDED, ""),
+    "a row of a mask that all rows share is not repeated": (ADDED, ADDED.replace("stride)", "kTileBlocks)")),
+    "a tile to which a mask is added is not kept in FP32": (
+        "if (t_.adds_mask || reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit)",
+        "if (reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit)",
+    ),
+    "a key behind the last is above what a mask adds": ("HideColumns(score_tile_, count, rows, kNothing);", ""),
+    "a maximum with what a mask adds is in units of its tile": (
+        "return t_.adds_mask ? 1.0f : factor_[slot];",
+        "return factor_[slot];",
+    ),
+    "the second tile refers to the first one's guess where a mask is added": (
+        "BeginReference(1, rows, Number(0, kOffset), factor_[1], begin, everyone, false);",
+        """BeginReference(1, rows, Number(0, kOffset), factor_[1], SeeFirst(task, 1, rows, SeenRows(task, 0, rows)),
+                          everyone, false);""",
+    ),
+    "tiles refer to a maximum with what a mask adds": ("begin_ = RowsBetween(0, rows);", ""),
+    "hidden scores are counted": ("Hide(task, 0, block, rows, tile);", ""),
+    "scores below a reference are not counted": (
+        "rows_of_tile.Larger(most, above, below);",
+        "rows_of_tile.Scale(most, above, 1.0f);",
+    ),
+    "scores before shifting lack their frame": ("rows_of_tile.Add(above, above, Number(0, kFrame));", ""),
+    "scores before shifting lack their offset": ("rows_of_tile.Subtract(below, below, Number(slot, kOffset));", ""),
+    "largest scores are counted unrounded": ("rows_of_tile.ToFloat(most, work_.ReinterpretCast<half>());", ""),
+    "infinities are counted as 65504 too": (
+        "RowMath(0, rows).Subtract(Count(kSaturated), Count(kSaturated), Count(kNotFinite));",
         "",
     ),
     "a row that drops almost nothing is flagged": ("all.Smaller(low_, low_, first);", ""),

@@ -243,7 +243,8 @@ def call_arguments(**changed):
         "visits": None,
     }
     numbers = {"is_causal": False, "left": -1, "right": -1, "scale": 1.0, "invariance": 0.0, "saturate": False}
-    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False, "largest_scores": False} | changed
+    results = {"largest_scores": False, "counted": False}
+    return arguments | numbers | {"unbiased_columns": 0, "to_bf16": False} | results | changed
 
 
 def masked_arguments(**changed):
@@ -256,7 +257,25 @@ def masked_arguments(**changed):
 
 BOOL = {"dtype": torch.bool}
 MASKS_REFUSED = [
-    ({"mask": torch.ones(2, 4, 20, 150)}, TypeError, "mask is Float, expected Bool"),
+    ({"mask": torch.ones(2, 4, 20, 150).half()}, TypeError, "mask is Half, expected Bool or Float"),
+    (
+        {"mask": torch.ones(2, 4, 20, 300)[..., ::2]},
+        ValueError,
+        "mask has a stride of 2 between keys, expected 1",
+    ),
+    (
+        {"mask": torch.ones(2, 4, 20, 140)},
+        ValueError,
+        r"mask has shape \[2, 4, 20, 140\], expected \[2, 4, 20, 150\]: expand it",
+    ),
+    (
+        {
+            "q": torch.zeros(2, 4, 2, 32).half(),
+            "mask": torch.empty(2**30 + 150, **BOOL).as_strided((2, 4, 2, 150), (0, 0, 2**30, 1)),
+        },
+        ValueError,
+        "mask has a stride of 1073741824 between rows, expected less than 1073741824: copy it",
+    ),
     (
         {"mask": torch.ones(2, 1, 20, 150, **BOOL)},
         ValueError,
@@ -299,7 +318,14 @@ REFUSED = [
     ({"q": torch.zeros(2, 4, 20, dtype=torch.float16)}, ValueError, "q has 3 dimensions"),
     ({"q": torch.zeros(2, 3, 20, 32).half()}, ValueError, "heads=3 must be a multiple of kv_heads=2"),
     ({"q": torch.zeros(2, 4, 20, 40).half()}, ValueError, "dim=40 must be a multiple of 16, from 16 to 256"),
+    (
+        {"q": torch.zeros(2, 4, 20, 272).half(), "v": torch.zeros(2, 2, 150, 272).half()},
+        ValueError,
+        "dim=272 must be a multiple of 16, from 16 to 256",
+    ),
     ({"q": torch.zeros(2, 4, 32, 20).half().mT}, ValueError, "q is not contiguous"),
+    ({"q": torch.zeros(2, 20, 4, 32).half().transpose(1, 2)}, ValueError, "q is not contiguous"),
+    ({"v": torch.zeros(2, 150, 2, 32).half().transpose(1, 2)}, ValueError, "v is not contiguous"),
     (
         {"v": torch.zeros(1, 2, 150, 32).half()},
         ValueError,
@@ -317,11 +343,25 @@ REFUSED = [
         ValueError,
         "the published recovery returns no largest scores",
     ),
+    (
+        {"anchors": None, "units": None, "lengths": None, "sinks": None, "counted": True},
+        ValueError,
+        "the published recovery returns no counts",
+    ),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
     ({"to_bf16": True}, ValueError, "BF16 outputs are for unbiased rounding alone"),
 ]
+
+
+@pytest.mark.parametrize("name", ["keys", "v", "anchors", "units", "lengths", "sinks", "mask", "visits"])
+def test_tensors_of_another_device_are_refused(npu, name):
+    """A tensor without data would send the call to the operator of shapes, so the device is named."""
+    arguments = masked_arguments() if name in ("mask", "visits") else call_arguments()
+    moved = arguments | {name: arguments[name].to("meta")}
+    with pytest.raises(ValueError, match=f"{name} is on meta but the first tensor is on cpu"):
+        npu.npu_attention.default._op_dk(torch._C.DispatchKey.CPU, *moved.values())
 
 
 @pytest.mark.parametrize(("changed", "error", "sentence"), REFUSED, ids=[each[2] for each in REFUSED])
@@ -396,7 +436,11 @@ def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
 
 def test_shapes_of_outputs_are_known_without_data(npu):
     opcheck(npu.npu_attention.default, tuple(call_arguments().values()), test_utils=CHECKS)
-    opcheck(npu.npu_attention.default, tuple(masked_arguments(largest_scores=True).values()), test_utils=CHECKS)
+    opcheck(
+        npu.npu_attention.default,
+        tuple(masked_arguments(largest_scores=True, counted=True).values()),
+        test_utils=CHECKS,
+    )
 
 
 # ---- what only an NPU compiles: names alone

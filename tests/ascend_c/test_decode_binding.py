@@ -275,6 +275,14 @@ def test_what_does_not_fit_is_refused(npu, changed, error, sentence):
         npu.npu_decode(*call_arguments(**changed).values())
 
 
+@pytest.mark.parametrize("name", ["k", "v", "table", "lengths", "starts", "sinks"])
+def test_tensors_of_another_device_are_refused(npu, name):
+    arguments = call_arguments()
+    moved = arguments | {name: arguments[name].to("meta")}
+    with pytest.raises(ValueError, match=f"{name} is on meta but the first tensor is on cpu"):
+        npu.npu_decode.default._op_dk(torch._C.DispatchKey.CPU, *moved.values())
+
+
 def test_a_cache_of_the_wrong_kind_is_named_by_the_public_function(npu):
     x = paged(lengths=[300, 129, 16])
     x.table[0, 1] = 1000
@@ -303,3 +311,16 @@ def test_single_tokens_keep_the_order_of_q(npu):
     assert lse.stride() == (2, 4, 1)
     expected = pasa.attention(q.transpose(0, 1).flatten(1, 2).unsqueeze(2), changed["k"], changed["v"], backend="npu")
     assert torch.equal(out.transpose(0, 1).flatten(1, 2), expected.squeeze(2))
+
+
+@pytest.mark.parametrize("dim", [1, 16, 40])
+@pytest.mark.parametrize("keys", [1, 21])
+def test_strides_of_axes_with_one_entry_mean_nothing(npu, keys, dim):
+    """Story: one KV head of head dimension 1 was refused, because its heads were 1 number apart."""
+    g = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(1, 1, rows, dim, generator=g).half() for rows in (1, keys, keys))
+    expected = pasa.attention(q, k, v, backend="npu")
+    odd = [x.as_strided(x.shape, (3, 1, 5 if keys == 1 else dim, 1)) for x in (k, v)]
+    assert torch.equal(pasa.attention(q, *odd, backend="npu"), expected)
+    reference = pasa.attention(q, k, v, backend="reference")
+    torch.testing.assert_close(expected, reference, atol=2.0**-9, rtol=2.0**-9)

@@ -150,6 +150,33 @@ def begins_without_anchors():
     return replace(x, mask=(key >= row % 2 * 4 * BLOCK).view(1, 1, 40, 7 * BLOCK))
 
 
+def added_mask(*shape, lowest=False):
+    """Return numbers to be added, and -inf; or FP32's lowest number for all keys of every third row."""
+    g = torch.Generator().manual_seed(5)
+    mask = (3 * torch.randn(*shape, generator=g)).masked_fill(torch.rand(*shape, generator=g) < 0.3, -torch.inf)
+    if lowest:
+        mask[..., ::3, :] = torch.finfo(torch.float32).min
+    return mask
+
+
+def begins_anywhere_with_numbers():
+    """Return a call whose rows begin at any block, with a mask that adds hundreds of nats."""
+    x = begins_anywhere(sparse=True)
+    added = 100 * torch.randn(x.mask.shape, generator=torch.Generator().manual_seed(6))
+    return replace(x, mask=added.masked_fill(~x.mask, -torch.inf), largest=True)
+
+
+def beyond_fp16(overflow):
+    """Return scores that FP16 does not hold, far below their rows' references, to be counted."""
+    x = random_call(1, 1, 1, 70, 3 * BLOCK - 9, 64, overflow=overflow, counts=True)
+    x.k.sub_(3)
+    x.q[..., :2] = torch.tensor([128.0, 1.0])
+    x.k[..., :2] = 0
+    x.k[:, :, -60:, 0] = -4094
+    x.k[:, :, -60:, 1] = 3 * torch.arange(60) - 70
+    return x
+
+
 def saturating():
     """Scores of the published recovery beyond FP16."""
     x = random_call(1, 1, 1, 70, 300, 64, exact=False, overflow="saturate")
@@ -207,6 +234,14 @@ CALLS = [
     random_call(1, 1, 1, 70, 130, 64, causal=True, largest=True),  # a frame that stays
     random_call(2, 2, 1, 65, 183, 64, mask=drawn_mask(2, 2, 65, 183)),
     random_call(1, 1, 1, 129, 183, 256, mask=drawn_mask(1, 1, 1, 183)),
+    random_call(2, 2, 1, 65, 183, 80, mask=added_mask(2, 2, 65, 183, lowest=True)),
+    random_call(1, 1, 1, 70, 300, 256, mask=added_mask(1, 1, 1, 300)),
+    begins_anywhere_with_numbers(),
+    replace(begins_anywhere_with_numbers(), counts=True),
+    replace(begins_anywhere(), counts=True),
+    random_call(1, 1, 1, 65, 140, 64, mask=added_mask(1, 1, 1, 140), counts=True),
+    beyond_fp16("inf"),
+    beyond_fp16("saturate"),
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below

@@ -21,6 +21,8 @@ from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
 from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
 from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.spec.diagnostics import MAXIMA
+from pasa.ops.attention.spec.packed import attend_apart
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import paper_beta
 from pasa.ops.attention.spec.shift_keys import whole_blocks
@@ -45,21 +47,30 @@ def attend(call: Call) -> Results:
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
 
     Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
-    cannot read are gathered.
+    cannot read are gathered. Diagnostics of packed sequences take a launch for each sequence.
     """
     if call.pages is not None:
         if not decode.reads_pages(call):
             return attend_gathered(attend, call)
         out, lse = decode.decode_pages(call)
         return Results(out.to(call.q.dtype), lse)
+    if call.cu_q is not None and call.diagnose:
+        return attend_apart(attend, call)
     if call.cu_q is None:
         call, mask = fold_mask(call)
-        out, lse, largest = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
-        return Results(out.to(call.q.dtype), lse, largest.amax(-1) if call.max_logits else None)
+        out, lse, largest, counts = _kernels(
+            call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask
+        )
+        return Results(
+            out.to(call.q.dtype),
+            lse,
+            largest.amax(-1) if call.max_logits else None,
+            _table(counts, call.scale) if call.diagnose else None,
+        )
 
     def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         exact = call.options.recovery == "exact"
-        return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)
+        return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)[:3]
 
     is_aligned = call.is_causal or call.window != NO_WINDOW
     return Results(*attend_packed(call, _served_together(call.options, is_aligned), together))
@@ -81,10 +92,11 @@ def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[i
 
 def _kernels(
     call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, mask: KernelMask | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
 
     The third result holds the largest score of each row (B, Hq, Sq), and is empty unless the call asks for max logits.
+    The fourth one holds the counts of each row (7, B, Hq, Sq), and is empty unless the call asks for diagnostics.
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
     because a second rounding would bring a bias back.
@@ -92,7 +104,7 @@ def _kernels(
     is_310p = architecture() == on_310p.ARCHITECTURE
     if mask is None and not is_310p and decode.decodes(call, q, k):
         out, lse = decode.decode(call, q, k, v, lengths)
-        return out, lse, lse.new_empty(0)
+        return out, lse, lse.new_empty(0), lse.new_empty(0)
     dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(q).all(-1)
@@ -100,21 +112,23 @@ def _kernels(
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if is_310p:
         out, lse = on_310p.attend(call, q, k, v, lengths)
-        largest = lse.new_empty(0)
+        largest = counts = lse.new_empty(0)
     else:
-        out, lse, largest = _on_a2(call, q, k, v, lengths, mask)
-    if call.sinks is None:
+        out, lse, largest, counts = _on_a2(call, q, k, v, lengths, mask)
+    if mask is not None:
+        not_finite = not_finite & mask.seeing | mask.invalid
+    elif call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device) if mask is None else mask.keep.any(-1)
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
-    return out, lse.masked_fill(not_finite, torch.nan), largest
+    return out, lse.masked_fill(not_finite, torch.nan), largest, counts
 
 
 def _on_a2(
     call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, mask: KernelMask | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of prefill for Atlas A2; the results are those of `_kernels`."""
     options, scale, kernels = call.options, call.scale, torch.ops.pasa
     saturate = options.overflow == "saturate"
@@ -129,14 +143,14 @@ def _on_a2(
     unbiased = options.softmax == "unbiased"
     rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    out, lse, largest = kernels.npu_attention(
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.npu_attention(
         q,
         keys,
         v,
         *references,
         lengths,
         sinks,
-        *(mask or (None, None)),
+        *(mask or (None, None))[:2],
         call.is_causal,
         *call.window,
         scale,
@@ -144,8 +158,17 @@ def _on_a2(
         saturate,
         *rounding,
         call.max_logits,
+        call.diagnose,
     )
-    return out, lse, largest
+    return results
+
+
+def _table(counts: Tensor, scale: float) -> Tensor:
+    """Return the counts of heads (B, Hq, 7), FP64, of those of rows (7, B, Hq, Sq), whose first are in nats."""
+    rows = counts.double()
+    table = torch.cat([rows[:MAXIMA].amax(-1), rows[MAXIMA:].sum(-1)]).movedim(0, -1)
+    table[..., 0] /= scale
+    return table
 
 
 def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import NO_WINDOW, Call
-from pasa.ops.attention.spec.masking import dense_mask, hidden_keys
+from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, hidden_keys
 
 TILE, HALF, BLOCK = 128, 64, 128  # kTileRows, kHalfRows, kBlockKeys in ascend_c/tiling/tiling.h
 
@@ -19,21 +19,26 @@ class KernelMask(NamedTuple):
 
     Attributes
     ----------
-    keep : Tensor (B, Hq, Sq, Skv), bool
+    elements : Tensor (B, Hq, Sq, Skv), bool or FP32
         A view: axes that repeat have strides of 0.
     visits : Tensor (B or 1, Hq or 1, tiles, blocks + 1, 3), INT64
         See `find_visits`.
+    seeing, invalid : Tensor (B or 1, Hq or 1, Sq or 1), bool
+        Rows that see a key, and rows to which the mask adds a NaN or +inf.
     """
 
-    keep: Tensor
+    elements: Tensor
     visits: Tensor
+    seeing: Tensor
+    invalid: Tensor
 
 
 def fold_mask(call: Call) -> tuple[Call, KernelMask | None]:
     """Return the call without its mask, and the mask with the call's band in it.
 
     Keys and values that are not finite and that no query sees become 0. The matrix unit multiplies values by weights of
-    0 too, and the anchor of a block is the mean of all its keys.
+    0 too, and the anchor of a block is the mean of all its keys. A float mask becomes FP32, and its NaN and +inf become
+    0, because the vector unit must not make NaN of them.
     """
     if call.mask is None:
         return call, None
@@ -44,10 +49,20 @@ def fold_mask(call: Call) -> tuple[Call, KernelMask | None]:
     mask = mask.expand(-1, -1, -1, keys)
     for axis in range(3):  # a mask may come expanded
         mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 else mask
+    invalid = torch.zeros((1, 1, 1), dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        mask = fitting_mask(mask, call.scale).float()
+        bad = torch.isnan(mask) | (mask == torch.inf)
+        mask, invalid = mask.masked_fill(bad, 0.0), bad.any(-1)
     mask = mask if mask.stride(3) == 1 else mask.contiguous()
-    keep = mask.expand(*call.q.shape[:3], keys)
+    seen, elements = keeps(mask), mask.expand(*call.q.shape[:3], keys)
     bare = replace(call, k=k, v=v, mask=None, is_causal=False, window=NO_WINDOW)
-    return bare, KernelMask(keep, find_visits(mask, call.q.shape[2]))
+    return bare, KernelMask(elements, find_visits(seen, call.q.shape[2]), seen.any(-1), invalid)
+
+
+def keeps(mask: Tensor) -> Tensor:
+    """Return where a bool or float mask lets a row see a key."""
+    return mask if mask.dtype == torch.bool else mask != -torch.inf
 
 
 def find_visits(keep: Tensor, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pasa.ops.backends import Request
 
 ARCHITECTURE = "dav-2002"  # the compiler's name
-LACKING = ("paged caches", "windows", "sinks", "max logits")  # features of the kernels for Atlas A2
+LACKING = ("paged caches", "windows", "sinks", "max logits", "diagnostics")  # features of the kernels for Atlas A2
 ROW_STEP = 16  # rows of a fractal, which the kernel takes as a whole: kFractal in ascend_c/tiling/tiling.h
 
 

@@ -17,9 +17,11 @@ TWIN_CASE(attend)
     settings.has_lengths = a.number("lengths") != 0;
     settings.has_sinks = a.number("sinks") != 0;
     settings.has_largest = a.number("largest") != 0;
+    settings.has_counts = a.number("counts") != 0;
     settings.left = a.number("left", -1);
     settings.right = a.number("right", -1);
     settings.has_mask = a.number("mask") != 0;
+    settings.adds_mask = a.number("adds_mask") != 0;
     if (settings.has_mask) {
         settings.mask = {number("mask_batches"), number("mask_heads"), number("batch_stride"), number("head_stride"),
                          number("row_stride")};
@@ -39,18 +41,21 @@ TWIN_CASE(attend)
     auto units = given<float>(a, "units", settings.exact);
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
     auto sinks = given<float>(a, "sinks", settings.has_sinks);
-    auto mask = given<uint8_t>(a, "mask", settings.has_mask);
+    auto mask = given<uint8_t>(a, "mask", settings.has_mask && !settings.adds_mask);
+    auto bias = given<float>(a, "mask", settings.adds_mask);
     auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * shape.dim), scores(tiles * pasa::kTileRows * pasa::kBlockKeys);
-    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
+    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0),
+        counts(settings.has_counts ? pasa::kCountRows * rows : 0);
     const pasa::AttentionPointers pointers{data(q),       data(keys),   data(v),    data(anchors), data(units),
-                                           data(lengths), data(sinks),  data(mask), data(visits),  data(out),
-                                           data(lse),     data(largest), nullptr};
+                                           data(lengths), data(sinks),  settings.adds_mask ? data(bias) : data(mask), data(visits),  data(out),
+                                           data(lse),     data(largest), data(counts), nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
     if (settings.has_largest) a.save("largest", largest.data(), largest.size());
+    if (settings.has_counts) a.save("counts", counts.data(), counts.size());
     a.save("scores", scores.data(), scores.size());
     return report;
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pasa.eval.random_calls import attention, kernels, paged
+from pasa.eval.random_calls import attention, kernels, paged, run
 from pasa.eval.random_calls.cases import draw_case
 from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, make
 from pasa.eval.random_calls.number_draws import LARGEST, SCORES, VALUES
@@ -84,3 +84,25 @@ def test_visible_keys_are_those_of_the_mask_and_the_causal_band():
     mask[1, ..., :2] = False
     assert Call(q, k, k, mask, False, 1.0).visible().sum((1, 2)).tolist() == [[12] * 5, [0, 0, 12, 12, 12]]
     assert not Call(q, k, k, torch.full((3, 5), -torch.inf), False, 1.0).visible().any()
+
+
+def test_calls_of_the_npu_draw_what_its_kernels_serve(monkeypatch):
+    """Masks of every kind, windows, sinks, largest scores, diagnostics and pages, in both overflow modes."""
+    monkeypatch.setattr(attention.npu_backend, "architecture", lambda: "dav-2201")
+    kinds = run.calls_of("npu")
+    drawn = [draw_case(kinds, 1, index) for index in range(3000)]
+    params = [case.params for case in drawn]
+    assert {case.kind for case in drawn} == {"attention", "attention_varlen", "attention_paged"}
+    assert {each["backend"] for each in params} == {"npu"}
+    exact = [each for each in params if each["recovery"] == "exact"]
+    assert {each["mask"] for each in exact} >= {"none", *MASKS}
+    for name in ("window", "sinks", "max_logits", "diagnose"):
+        assert any(each[name] for each in exact), name
+        assert not any(each[name] for each in params if each["recovery"] == "paper"), name
+    assert {each["overflow"] for each in exact} == {"inf", "saturate"}
+    assert not any(each["softcap"] for each in params)
+    assert all(each["mask"] == "none" for each in params if each["recovery"] == "paper")
+    assert {each["garbage"] for each in params} == {"none", "query", "mask"}
+    paged_ones = [case.params for case in drawn if case.kind == "attention_paged"]
+    assert any(each["queries"] for each in paged_ones)
+    assert any(each["queries"] is None and each["window"] for each in paged_ones)
