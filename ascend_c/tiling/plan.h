@@ -139,6 +139,8 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.dim = shape.dim;
     t.blocks = DivideUp(shape.keys, kBlockKeys);
     t.tile_rows = kTileRows;
+    t.token_rows = 1;
+    t.parts = 1;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
     Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,

@@ -15,7 +15,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.random_calls.backends import NPU, REFERENCE, SDPA, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures, Params
-from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
+from pasa.eval.random_calls.inputs import BOOL_MASKS, MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, count_wrong_maxima, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces, prepare
@@ -91,7 +91,7 @@ def serve(params: Params, rng: Random) -> Params:
         changed |= {"garbage": "none"}
     if backend == NPU and npu_backend.architecture() == on_310p.ARCHITECTURE:
         changed |= {"recovery": "exact", "beta": None, "softmax": "safe", "overflow": "saturate"}
-        changed |= {name: None for name, feature in FEATURES.items() if feature in on_310p.LACKING}
+        changed |= {"mask": params["mask"] if params["mask"] in BOOL_MASKS else "none"}
         changed |= {"dtype": "float16"} if params["dtype"] == "bfloat16" else {}
     return params | changed | {"diagnose": False}
 

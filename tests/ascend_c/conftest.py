@@ -69,3 +69,9 @@ def kernels(twin_program):
 def sanitized_kernels(twin_program):
     """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
     return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+
+
+@pytest.fixture
+def kernels_310p(twin_program):
+    """The kernels for the Ascend 310P, and a launch of each."""
+    return twin_program("kernels_310p", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])

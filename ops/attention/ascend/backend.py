@@ -44,16 +44,16 @@ def attend(call: Call) -> Results:
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
 
-    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
-    cannot read are gathered.
+    On Atlas A2, calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding.
+    Pages that it cannot read are gathered, and so are all pages on a 310P.
     """
     if call.pages is not None:
-        if not decode.reads_pages(call):
+        if architecture() == on_310p.ARCHITECTURE or not decode.reads_pages(call):
             return attend_gathered(attend, call)
         out, lse = decode.decode_pages(call)
         return Results(out.to(call.q.dtype), lse)
     if call.cu_q is None:
-        call, mask = fold_mask(call)
+        call, mask = fold_mask(call, has_table=architecture() != on_310p.ARCHITECTURE)
         out, lse, largest = _kernels(call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask)
         return Results(out.to(call.q.dtype), lse, largest.amax(-1) if call.max_logits else None)
 
@@ -99,8 +99,7 @@ def _kernels(
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if is_310p:
-        out, lse = on_310p.attend(call, q, k, v, lengths)
-        largest = lse.new_empty(0)
+        out, lse, largest = on_310p.attend(call, q, k, v, lengths, None if mask is None else mask.keep)
     else:
         out, lse, largest = _on_a2(call, q, k, v, lengths, mask)
     if call.sinks is None:
