@@ -91,7 +91,6 @@ RULES = {
         "AscendC::DataCopy(sinks, sinks_[FirstRow(task.head % t_.heads, task)], rows_);",
         "AscendC::DataCopy(sinks, sinks_[FirstRow(task.head, task)], rows_);",
     ),
-    "a sink is compared with a masked score": ("never.Set(Number(kReference), 0.0f);", ""),
     "a sink far above all scores saturates": ("all.AtLeast(apart, apart, -kFarthestSink);", ""),
     "a row without keys has no sink": ("never.Scale(lse, Number(kKeep), 1.0f);", ""),
     "heads of a token see keys one after the other": (

@@ -91,15 +91,11 @@ protected:
         }
         all.Add(Number(kReference), Number(kReference), Number(kFrame));
         AscendC::PipeBarrier<PIPE_V>();
-        if (t_.has_sinks) {
-            never.Set(Number(kReference), 0.0f);  // of a masked score, which is too far from a sink for Exp
-        }
         all.Logarithm(Number(kScratch), Number(kSum));
         if (t_.has_sinks) {
             FloatTile sinks = LoadSinks(task);
             TakeSink(all, Number(kReference), Number(kSum), Number(kScratch), sinks, Number(kGap));
             all.Scale(Number(kKeep), sinks, 1.0f);
-            AscendC::PipeBarrier<PIPE_V>();
             sink_in_.FreeTensor(sinks);
         }
         SpreadRows(spread_, Number(kSum), rows_);

@@ -2,7 +2,7 @@
 
 Every FP16 result that would be infinite becomes 65504 there, and NaN becomes 0, so overflow leaves no NaN behind. A
 model runs in FP32, in FP16 as it is, and in FP16 with pasa. Attention of the first layer then runs in the Ascend C
-kernel for that chip, on the CPU twin of its core, where PASA_ASCEND_LIBRARY names the library of the twin. That of other
+kernel for that chip, on the CPU twin of its core, where PASA_ASCEND_LIBRARY names the twin's library. That of other
 layers runs in the reference.
 """
 
