@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 from unittest import mock
 
@@ -26,7 +26,7 @@ from pasa.eval.kit.overflow_fixture import inject_overflow
 from pasa.eval.kit.saturating import Saturating
 from pasa.eval.kit.tables import Column, Table
 from pasa.eval.models.rescue.run import ESSAY, equal_prefix
-from pasa.eval.models.whole_model.arms import SUBJECTS
+from pasa.eval.models.whole_model.arms import SUBJECTS, written
 from pasa.eval.models.whole_model.measuring import TensorCoreProducts
 from pasa.ops import envs
 from pasa.ops.attention.ascend import backend as npu_backend
@@ -70,7 +70,7 @@ def compare(
 ) -> Record:
     """Return the gate and the runs of a model in FP32, which is given, in FP16, and in FP16 with pasa.
 
-    `scales`: what overflows is not attention, so pasa also scales the model (`pasa.to_fp16`).
+    `scales`: what overflows is not attention, so the last one is what `pasa to-fp16` writes, patched.
     """
     model.set_attn_implementation("eager")
     runs = {}
@@ -81,14 +81,10 @@ def compare(
     with TensorCoreProducts(), Saturating() as chip:
         runs["fp16"] = generate(plain, ids, new_tokens) | {"replaced": chip.replaced.total()}
     say("FP16 with pasa, saturating")
-    served = plain
-    if scales:
-        pasa.to_fp16(model)
-        served = model
-    config = pasa.PasaConfig(overflow="saturate")
-    patched = pasa.patch_pipeline(served, policy="all", config=config, backend="reference")
-    with TensorCoreProducts(), Saturating() as chip, first_layer_on_twin(served) as calls, patched:
-        runs["fp16_pasa"] = generate(served, ids, new_tokens)
+    how = {"config": pasa.PasaConfig(overflow="saturate"), "backend": "reference"}
+    with written(model, tokenizer) if scales else nullcontext(plain) as served, first_layer_on_twin(served) as calls:
+        with pasa.patch_pipeline(served, policy="all", **how), TensorCoreProducts(), Saturating() as chip:
+            runs["fp16_pasa"] = generate(served, ids, new_tokens)
         runs["fp16_pasa"] |= {"replaced": chip.replaced.total(), "calls_on_twin": sum(calls), "calls": len(calls)}
     for run in runs.values():
         run["equal"] = equal_prefix(run["tokens"], runs["fp32"]["tokens"])
