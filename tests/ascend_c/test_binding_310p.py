@@ -1,6 +1,5 @@
 """The binding for the Ascend 310P: what it refuses, and its kernels' results as a backend, on the CPU twin."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -13,32 +12,20 @@ from torch.library import opcheck
 import pasa
 from pasa.eval.check_device.npu import probes
 from pasa.eval.random_calls.run import FUZZ
-from pasa.ops import registry
-from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
 from pasa.ops.attention.ascend.masks import HALF, find_visits, tile_bits
-from tests import fake_npu
 from tests.ascend_c.decode_runs import make_call, put_into_pages
 from tests.ascend_c.test_masked_calls import TOLERANCE, compared, masks
 from tests.inputs import max_error, normal_qkv
 
-CHIP = "Ascend310P3"
 RESULTS = Path(__file__).parents[2] / "eval" / "random_calls" / "results" / "310p"
 HALF_ULP = 2.0**-11  # of an output near 1
 
 
 @pytest.fixture
-def npu(npu_310p_library, monkeypatch):
+def npu(npu_310p):
     """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU, as on a machine with a 310P."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_310p_library))
-    monkeypatch.setenv("FAKE_SOC", CHIP)
-    fake_npu.install(monkeypatch, CHIP)
-    npu_backend.library_error.cache_clear()
-    assert npu_backend.library_error() is None  # loads it
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield torch.ops.pasa
-    npu_backend.library_error.cache_clear()
+    return npu_310p
 
 
 def test_the_library_says_what_it_was_built_for(npu_310p_library):
