@@ -160,7 +160,7 @@ CALLS = [
     unlike("mixed signs", 1000.0),
     unlike("late rows", 4096.0),
     random_call(2, 2, 1, 100, 300, 32, window=(60, 0), sinks=torch.tensor([4.0, 2000.0]), largest=True),
-    random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -9.0])),  # rows that see nothing
+    random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -(2.0**126)])),
     replace(begins_anywhere(sparse=True), largest=True),
     random_call(2, 2, 1, 70, 200, 32, mask=drawn_mask(2, 2, 70, 200)),
     random_call(

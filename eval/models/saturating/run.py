@@ -81,9 +81,10 @@ def compare(
     with TensorCoreProducts(), Saturating() as chip:
         runs["fp16"] = generate(plain, ids, new_tokens) | {"replaced": chip.replaced.total()}
     say("FP16 with pasa, saturating")
-    how = {"config": pasa.PasaConfig(overflow="saturate"), "backend": "reference"}
+    config = pasa.PasaConfig(overflow="saturate")
     with written(model, tokenizer) if scales else nullcontext(plain) as served, first_layer_on_twin(served) as calls:
-        with pasa.patch_pipeline(served, policy="all", **how), TensorCoreProducts(), Saturating() as chip:
+        patched = pasa.patch_pipeline(served, policy="all", config=config, backend="reference")
+        with patched, TensorCoreProducts(), Saturating() as chip:
             runs["fp16_pasa"] = generate(served, ids, new_tokens)
         runs["fp16_pasa"] |= {"replaced": chip.replaced.total(), "calls_on_twin": sum(calls), "calls": len(calls)}
     for run in runs.values():
