@@ -25,6 +25,7 @@ from pasa.eval.models.perplexity import run as perplexity
 from pasa.eval.models.predict import run as predict
 from pasa.eval.models.predict import soundness
 from pasa.eval.models.rescue import run as rescue
+from pasa.eval.models.saturating import run as saturating
 from pasa.eval.models.to_fp16 import run as to_fp16
 from pasa.eval.models.video import run as video
 from pasa.eval.models.video import step
@@ -58,7 +59,7 @@ for _group, _modules in (
     (app, (rescue,)),
     (bench, (beta, rmse, gradients, cost, counters, ring, watching, generation)),
     (bench, (step, whole_model_speed, npu, npu_310p, overhead, choice_run)),
-    (evaluate, (bias, forced, longbench, perplexity, whole_model, video, fp8, triggers, rl, zoo)),
+    (evaluate, (bias, forced, longbench, perplexity, whole_model, saturating, video, fp8, triggers, rl, zoo)),
 ):
     for _module in _modules:
         add_command(_group, _module.EXPERIMENT)

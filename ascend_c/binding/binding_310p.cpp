@@ -85,10 +85,30 @@ Tensor LayOutValues(const Tensor& v, const OptionalTensor& lengths)
     return values;
 }
 
-// `rows` of the queries exist, `keys` of K' and V; the queries are filled up to a multiple of 16 rows.
-std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, const Tensor& values,
-                                     const Tensor& anchors, const Tensor& units, const OptionalTensor& lengths,
-                                     int64_t rows, int64_t keys, bool is_causal, double scale)
+// The bits of a mask (B or 1, H or 1, tiles or 1, blocks, 1024), and its table of visits (ops/attention/ascend/masks.py).
+void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t rows, int64_t keys, Settings& settings)
+{
+    const int64_t tiles = DivideUp<int64_t>(rows, kHalfRows), blocks = Blocks(keys);
+    TORCH_CHECK_VALUE(mask.dim() == 5, "mask has ", mask.dim(), " dimensions ", mask.sizes(), ", expected 5");
+    const auto one_or = [&mask](int64_t axis, int64_t all) { return mask.size(axis) == 1 ? 1 : all; };
+    const int64_t batches = one_or(0, q.size(0)), heads = one_or(1, q.size(1));
+    CheckTensor("mask", mask, q, at::kByte, {batches, heads, one_or(2, tiles), blocks, kMaskTileBytes});
+    CheckTensor("visits", visits, q, at::kLong, {batches, heads, tiles, blocks + 1, VisitWords(kHalfRows)});
+    const auto stride = [&mask](int64_t axis) {
+        return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis));
+    };
+    settings.has_mask = true;
+    settings.mask = {static_cast<uint32_t>(batches), static_cast<uint32_t>(heads), stride(0), stride(1), stride(2)};
+}
+
+// `rows` of the queries exist, `keys` of K' and V; the queries are filled up to a multiple of 16 rows, and so are the sinks
+// of each head's rows. `token_rows` as in tiling/plan_310p.h.
+std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, const Tensor& values,
+                                             const Tensor& anchors, const Tensor& units, const OptionalTensor& lengths,
+                                             const OptionalTensor& sinks, const OptionalTensor& mask,
+                                             const OptionalTensor& visits, int64_t rows, int64_t keys,
+                                             int64_t token_rows, bool is_causal, int64_t left, int64_t right,
+                                             double scale, bool largest_scores)
 {
     TORCH_CHECK_VALUE(shifted.dim() == 6, "keys has ", shifted.dim(), " dimensions ", shifted.sizes(), ", expected 6");
     const int64_t batch = q.size(0), heads = shifted.size(1), dim = q.size(3);
@@ -97,10 +117,19 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, con
     Settings settings;
     settings.causal = is_causal;
     settings.has_lengths = lengths.has_value();
+    settings.has_sinks = sinks.has_value();
+    settings.has_largest = largest_scores;
+    settings.left = left;
+    settings.right = right;
     settings.scale = scale;
+    TORCH_CHECK_VALUE(visits.has_value() == mask.has_value(), "mask and visits come together");
+    if (mask) ReadMask(*mask, *visits, q, rows, keys, settings);
+    TORCH_CHECK_VALUE(token_rows > 0 && token_rows <= rows, "token_rows=", token_rows, " is not in 1 to rows=", rows);
     const Shape shape{Count("q", q, 0),          Count("q", q, 1),           static_cast<uint32_t>(heads),
                       static_cast<uint32_t>(rows), static_cast<uint32_t>(keys), Count("q", q, 3)};
-    const AttentionTiling tiling = PlanAttention310P(shape, settings);
+    const uint32_t cores = CoresOf(q);
+    AttentionTiling tiling = PlanAttention310P(shape, settings, static_cast<uint32_t>(token_rows));
+    CutKeys(tiling, PartsOf(tiling, cores));
     CheckTensor("q", q, q, at::kHalf, q.sizes());
     const int64_t blocks = Blocks(keys);
     for (const auto& [name, x] : {std::pair{"keys", shifted}, std::pair{"values", values}}) {
@@ -109,14 +138,17 @@ std::tuple<Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, con
     CheckTensor("anchors", anchors, q, at::kHalf, {batch, heads, 2 * blocks, dim});
     CheckTensor("units", units, q, at::kFloat, {batch, heads, blocks, kUnitCopies});
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
+    if (sinks) CheckTensor("sinks", *sinks, q, at::kFloat, {q.size(1), q.size(2)});
     const c10::DeviceGuard guard(q.device());
     Tensor out = at::empty(q.sizes(), q.options());
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-    const Attention310P given{Pointer(q),     Pointer(shifted), Pointer(values), Pointer(anchors),
-                              Pointer(units), Pointer(lengths), Pointer(out),    Pointer(lse)};
-    const uint32_t cores = CoresOf(q);
+    Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
+    const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
+    const Attention310P given{Pointer(q),       Pointer(shifted), Pointer(values), Pointer(anchors), Pointer(units),
+                              Pointer(lengths), Pointer(sinks),   Pointer(mask),   Pointer(visits),  Pointer(out),
+                              Pointer(lse),     largest_scores ? Pointer(largest) : nullptr, Pointer(workspace)};
     Enqueue("pasa_attention_310p", [=](void* stream) { LaunchAttention(given, tiling, cores, stream); });
-    return {out, lse};
+    return {out, lse, largest};
 }
 
 // ---- shapes alone, for tracing
@@ -138,11 +170,15 @@ std::tuple<Tensor, Tensor, Tensor> ShiftShapes(const Tensor& k, const OptionalTe
 
 Tensor LayOutShapes(const Tensor& v, const OptionalTensor&) { return FractalShape(v); }
 
-std::tuple<Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                                           const OptionalTensor&, int64_t, int64_t, bool, double)
+std::tuple<Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const Tensor&,
+                                                   const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                                   const OptionalTensor&, const OptionalTensor&, int64_t, int64_t,
+                                                   int64_t, bool, int64_t, int64_t, double, bool largest_scores)
 {
-    return {at::empty_symint(q.sym_sizes(), q.options()),
-            at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
+    const auto rows = q.sym_sizes().slice(0, 3);
+    const auto floats = q.options().dtype(at::kFloat);
+    return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(rows, floats),
+            largest_scores ? at::empty_symint(rows, floats) : at::empty({0}, floats)};
 }
 
 }  // namespace
@@ -154,7 +190,8 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def("npu_310p_lay_out(Tensor v, Tensor? lengths) -> Tensor");
     m.def(
         "npu_310p_attention(Tensor q, Tensor keys, Tensor values, Tensor anchors, Tensor units, Tensor? lengths, "
-        "int rows, int key_count, bool is_causal, float scale) -> (Tensor, Tensor)");
+        "Tensor? sinks, Tensor? mask, Tensor? visits, int rows, int key_count, int token_rows, bool is_causal, int left, "
+        "int right, float scale, bool largest_scores) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(pasa, PASA_DEVICE, m)

@@ -6,7 +6,8 @@
 
 namespace pasa {
 
-// Device memory; kernel/arguments.h and kernel/310p/shift.h describe the operands. `lengths` may be null.
+// Device memory; kernel/arguments.h and kernel/310p/shift.h describe the operands. `lengths` and what an attention's tiling
+// does not have may be null.
 struct Shift310P {
     void* k;
     void* lengths;
@@ -28,11 +29,17 @@ struct Attention310P {
     void* anchors;
     void* units;
     void* lengths;
+    void* sinks;
+    void* mask;
+    void* visits;
     void* out;
     void* lse;
+    void* largest;
+    void* workspace;
 };
 
-// `stream` is an aclrtStream, `cores` a number of AI cores. LaunchShift makes anchors and K', then frames.
+// `stream` is an aclrtStream, `cores` a number of AI cores. LaunchShift makes anchors and K', then frames;
+// LaunchAttention merges parts of the keys, if there are any, in a second launch.
 void LaunchShift(const Shift310P& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 void LaunchLayOut(const Layout310P& given, const ShiftTiling& tiling, uint32_t cores, void* stream);
 void LaunchAttention(const Attention310P& given, const AttentionTiling& tiling, uint32_t cores, void* stream);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernel/310p/attention.h"
+#include "../kernel/310p/merge.h"
 #include "../kernel/310p/shift.h"
 #include "launch_310p.h"
 #include "twin_memory.h"
@@ -58,9 +59,19 @@ inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& 
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
+    given.sinks = memory.Input<float>("sinks", p.sinks, size_t{t.heads} * RoundUp(t.rows, kFractal));
+    const uint64_t tables = uint64_t{t.mask.batches} * t.mask.heads;
+    const uint64_t tiles = t.mask.row_stride == 0 ? 1 : DivideUp(t.rows, kHalfRows);
+    given.mask = memory.Input<uint8_t>("mask", p.mask, tables * tiles * t.blocks * kMaskTileBytes);
+    given.visits = memory.Input<int64_t>("visits", p.visits, tables * DivideUp(t.rows, kHalfRows) * (t.blocks + 1) *
+                                                                 VisitWords(kHalfRows));
     given.out = memory.Output<half>("out", p.out, queries * t.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
-    return memory.Launch("attention_310p", cores, On310P(options), [&] { Attend(given, t); });
+    given.largest = memory.Output<float>("largest", p.largest, queries);
+    if (t.parts > 1) given.workspace = memory.Kept<uint8_t>("parts", p.workspace, t.workspace_bytes);
+    const twin::Report first = memory.Launch("attention_310p", cores, On310P(options), [&] { Attend(given, t); });
+    if (!first.ok || t.parts == 1 || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
+    return memory.Launch("merge_310p", cores, On310P(options), [&] { MergeParts(given, t); });
 }
 
 }  // namespace pasa

@@ -19,7 +19,7 @@ __aicore__ inline RowBits RowsBetween(int64_t first, int64_t last)
 }
 
 // The table of a mask has one entry for each block that a tile visits, in order: the block, and the bits of the rows of
-// each half of the tile that see a key of it. The number of these entries comes before them.
+// each half of the tile (of a 310P's tile of 64 rows, all of it) that see a key of it. The number of these entries comes before them.
 class Visits {
 public:
     __aicore__ inline Visits(const AttentionTiling& tiling, GM_ADDR table) : t_(tiling)
@@ -32,19 +32,21 @@ public:
     {
         const uint64_t batch = t_.mask.batches == 1 ? 0 : head / t_.heads;
         const uint64_t entry = batch * t_.mask.heads + (t_.mask.heads == 1 ? 0 : head % t_.heads);
-        return (entry * DivideUp(t_.rows, kTileRows) + tile) * (t_.blocks + 1) * kVisitWords;
+        return (entry * DivideUp(t_.rows, t_.tile_rows) + tile) * (t_.blocks + 1) * Words();
     }
     __aicore__ inline uint32_t Count(uint64_t at) const { return static_cast<uint32_t>(table_.GetValue(at)); }
     __aicore__ inline uint32_t Block(uint64_t at, uint32_t step) const
     {
-        return static_cast<uint32_t>(table_.GetValue(at + (step + 1) * kVisitWords));
+        return static_cast<uint32_t>(table_.GetValue(at + (step + 1) * Words()));
     }
     __aicore__ inline RowBits Rows(uint64_t at, uint32_t step, uint32_t half) const
     {
-        return static_cast<RowBits>(table_.GetValue(at + (step + 1) * kVisitWords + 1 + half));
+        return static_cast<RowBits>(table_.GetValue(at + (step + 1) * Words() + 1 + half));
     }
 
 private:
+    __aicore__ inline uint64_t Words() const { return VisitWords(t_.tile_rows); }
+
     const AttentionTiling& t_;
     AscendC::GlobalTensor<int64_t> table_;
 };

@@ -202,4 +202,37 @@ __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const Ascen
     AscendC::Brcb(to, row, DivideUp(rows, kFloatBlock), AscendC::BrcbRepeatParams(stride, 8 * stride));
 }
 
+// Nats of a sink above L, from where on an FP16 output is 0 and L is the sink. l e^60 is an FP32 number, so nothing
+// saturates.
+constexpr float kFarthestSink = 60.0f;
+
+// One more score of each row, whose value is 0. Let L = maximum + logarithm. Then l becomes l (1 + exp(sink - L)), which
+// divides O; maximum and logarithm become max(L, sink) and ln(1 + exp(-|L - sink|)), the two terms of the new L. `apart`
+// is scratch.
+__aicore__ inline void TakeSink(RowMath& all, const RowMath::Row& maximum, const RowMath::Row& sum,
+                                const RowMath::Row& logarithm, const RowMath::Row& sink, const RowMath::Row& apart)
+{
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Add(maximum, maximum, logarithm);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Subtract(apart, maximum, sink);
+    all.Larger(maximum, maximum, sink);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.AtLeast(apart, apart, -kFarthestSink);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Absolute(logarithm, apart);
+    all.Scale(apart, apart, -1.0f);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Scale(logarithm, logarithm, -1.0f);
+    all.Exponential(apart, apart);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Exponential(logarithm, logarithm);
+    all.Lower(apart, apart, -1.0f);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Lower(logarithm, logarithm, -1.0f);
+    all.Multiply(sum, sum, apart);
+    AscendC::PipeBarrier<PIPE_V>();
+    all.Logarithm(logarithm, logarithm);
+}
+
 }  // namespace pasa

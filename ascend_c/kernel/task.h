@@ -26,6 +26,8 @@ struct Task {
     uint32_t first = 0;    // the first block that is visited
     uint32_t span = 0;     // blocks from there to the last one; a mask may hide some of them
     uint64_t visits = 0;   // where the table of visits begins, if there is a mask
+    uint32_t part = 0;     // of the steps of the tile, if they are cut
+    uint32_t skipped = 0;  // steps before that part
     LaneTask lane[kLanes];
 };
 
@@ -37,15 +39,21 @@ public:
     {
         if (tiling_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(lengths));
         slots_ = DivideUp(tiling_.rows, tiling_.tile_rows * tiling_.lanes);
-        total_ = slots_ * tiling_.batch * tiling_.heads;
+        tokens_ = tiling_.rows / tiling_.token_rows;
     }
 
     // The group's task number `turn`; false when there is none. Long tasks are dealt first, to and fro, so that with a
     // causal mask all groups get about the same work.
     __aicore__ inline bool Get(uint32_t turn, uint32_t group, uint32_t groups, Task& task)
     {
-        const uint32_t index = turn * groups + (turn % 2 == 0 ? group : groups - 1 - group);
-        if (index >= total_) return false;
+        return Get(turn, group, groups, tiling_.parts, task);
+    }
+
+    // The same with the keys of a tile in so many parts, each a task.
+    __aicore__ inline bool Get(uint32_t turn, uint32_t group, uint32_t groups, uint32_t parts, Task& task)
+    {
+        const uint32_t number = turn * groups + (turn % 2 == 0 ? group : groups - 1 - group), index = number / parts;
+        if (index >= slots_ * tiling_.batch * tiling_.heads) return false;
         const uint32_t head = index % (tiling_.batch * tiling_.heads);
         const uint32_t slot = slots_ - 1 - index / (tiling_.batch * tiling_.heads);
         task.batch = head / tiling_.heads;
@@ -62,33 +70,44 @@ public:
             task.steps = Largest(task.steps, lane.steps);
         }
         FindBlocks(task);
+        if (parts > 1) Cut(task, number % parts);
         return true;
+    }
+
+    // Leave a tile's task one of the parts of its steps, which are about as long as each other.
+    __aicore__ inline void Cut(Task& task, uint32_t part) const
+    {
+        const uint64_t steps = task.steps;
+        task.part = part;
+        task.skipped = static_cast<uint32_t>(steps * part / tiling_.parts);
+        task.steps = static_cast<uint32_t>(steps * (part + 1) / tiling_.parts) - task.skipped;
     }
 
     // Return the block of a step.
     __aicore__ inline uint32_t Block(const Task& task, uint32_t step) const
     {
-        return tiling_.has_mask ? visits_.Block(task.visits, step) : task.first + step;
+        const uint32_t place = task.skipped + step;
+        return tiling_.has_mask ? visits_.Block(task.visits, place) : task.first + place;
     }
 
     // Return the rows of a half of the tile, of those before `rows`, that see a key of the block of a step.
     __aicore__ inline RowBits Seeing(const Task& task, uint32_t half, uint32_t step, uint32_t rows) const
     {
         const RowBits all = RowsBetween(0, rows);
-        if (tiling_.has_mask) return visits_.Rows(task.visits, step, half) & all;
+        if (tiling_.has_mask) return visits_.Rows(task.visits, task.skipped + step, half) & all;
         const uint32_t block = Block(task, step);
-        const int64_t first_key = static_cast<int64_t>(block) * kBlockKeys - tiling_.keys + tiling_.rows;
-        const int64_t row = task.lane[0].first_row + half * kHalfRows;
-        const int64_t begin = tiling_.causal ? first_key - tiling_.right - row : 0;
+        const int64_t first_key = static_cast<int64_t>(block) * kBlockKeys - tiling_.keys + tokens_;
+        const int64_t row = task.lane[0].first_row + half * kHalfRows, step_rows = tiling_.token_rows;
+        const int64_t begin = tiling_.causal ? (first_key - tiling_.right) * step_rows - row : 0;
         const int64_t keys = Least(kBlockKeys, task.keys - block * kBlockKeys);
-        const int64_t end = tiling_.windowed ? first_key + keys + tiling_.left - row : kHalfRows;
+        const int64_t end = tiling_.windowed ? (first_key + keys + tiling_.left) * step_rows - row : kHalfRows;
         return RowsBetween(begin, end) & all;
     }
 
     // Keys before the first one that a row sees, because of its window.
     __aicore__ inline uint32_t Before(uint32_t row) const
     {
-        const int64_t before = static_cast<int64_t>(row) + tiling_.keys - tiling_.rows - tiling_.left;
+        const int64_t before = static_cast<int64_t>(Token(row)) + tiling_.keys - tokens_ - tiling_.left;
         return !tiling_.windowed || before < 0 ? 0 : static_cast<uint32_t>(before);
     }
 
@@ -96,18 +115,23 @@ public:
     __aicore__ inline uint32_t Seen(const Task& task, uint32_t row) const
     {
         if (!tiling_.causal) return task.keys;
-        const int64_t seen = static_cast<int64_t>(row) + 1 + tiling_.right + tiling_.keys - tiling_.rows;
+        const int64_t seen = static_cast<int64_t>(Token(row)) + 1 + tiling_.right + tiling_.keys - tokens_;
         return seen <= 0 ? 0 : seen < task.keys ? static_cast<uint32_t>(seen) : task.keys;
     }
 
 private:
+    __aicore__ inline uint32_t Token(uint32_t row) const
+    {
+        return tiling_.token_rows == 1 ? row : row / tiling_.token_rows;
+    }
+
     // Which blocks the task visits, in the exact recovery.
     __aicore__ inline void FindBlocks(Task& task) const
     {
         task.first = 0;
         task.span = task.steps;
         if (tiling_.has_mask) {
-            task.visits = visits_.Find(task.head, task.lane[0].first_row / kTileRows);
+            task.visits = visits_.Find(task.head, task.lane[0].first_row / tiling_.tile_rows);
             task.steps = visits_.Count(task.visits);
             if (task.steps > 0) task.first = visits_.Block(task.visits, 0);
             task.span = task.steps > 0 ? visits_.Block(task.visits, task.steps - 1) + 1 - task.first : 0;
@@ -123,7 +147,7 @@ private:
     Visits visits_;
     AscendC::GlobalTensor<int32_t> lengths_;
     uint32_t slots_ = 0;
-    uint32_t total_ = 0;
+    uint32_t tokens_ = 0;  // of a sequence
 };
 
 }  // namespace pasa

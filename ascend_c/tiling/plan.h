@@ -143,6 +143,8 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.dim = shape.dim;
     t.blocks = DivideUp(shape.keys, kBlockKeys);
     t.tile_rows = kTileRows;
+    t.token_rows = 1;
+    t.parts = 1;
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
     const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;

@@ -12,9 +12,9 @@ constexpr uint64_t kUnifiedBuffer310P = 248 * kKiB, kL1Of310P = 1024 * kKiB, kL0
 constexpr uint64_t UnifiedBytes310P(uint32_t dim)
 {
     const uint64_t rows = kHalfRows, tile = rows * kBlockKeys;
-    const uint64_t work = (kBlockKeys / 2 + 8) * rows, numbers = 10 * rows;
-    const uint64_t floats = tile + work + rows * dim + rows * rows + 2 * rows * kFractal + numbers + rows;
-    return 4 * floats + 2 * (tile + rows * dim);
+    const uint64_t work = (kBlockKeys / 2 + 8) * rows, numbers = 11 * rows;
+    const uint64_t floats = tile + work + rows * dim + rows * rows + 2 * rows * kFractal + numbers + 2 * rows;
+    return 4 * floats + 2 * (tile + rows * dim) + 2 * kMaskTileBytes;
 }
 constexpr uint64_t L1Bytes310P(uint32_t dim)
 {
@@ -28,14 +28,29 @@ static_assert(UnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && L1Bytes310P(kMa
                   L0CBytes310P(kMaxDim) <= kL0COf310P,
               "every head dimension fits");
 
-inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& settings)
+// The parts that the keys of a tile are cut into, so that no core idles while a few have long tasks. By the model (eval/npu)
+// a block takes some 2 us; a part is worth the launch that merges it from eight blocks on.
+inline uint32_t PartsOf(const AttentionTiling& t, uint32_t cores)
+{
+    constexpr uint32_t least = 8;
+    const uint64_t tasks = uint64_t{t.batch} * t.heads * DivideUp(t.rows, kHalfRows);
+    if (tasks >= cores) return 1;
+    return Largest(1, Least(t.blocks / least, static_cast<uint32_t>(DivideUp<uint64_t>(cores, tasks))));
+}
+
+// `token_rows` neighbouring rows are query heads of one token, which see the same keys.
+inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& settings, uint32_t token_rows = 1)
 {
     CheckShape(shape);
     Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
     Require(settings.exact, "an Ascend 310P has no kernel of the published recovery");
     Require(settings.unbiased_columns == 0, "an Ascend 310P has no unbiased rounding: its vector unit does not shift");
     Require(!settings.to_bf16, "an Ascend 310P has no BF16");
-    Require(!settings.has_sinks, "the kernel for the Ascend 310P takes no sinks");
+    Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
+            "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
+    Require(token_rows > 0 && shape.rows % token_rows == 0, "rows=" + std::to_string(shape.rows) +
+                                                                " are no multiple of token_rows=" +
+                                                                std::to_string(token_rows));
     AttentionTiling t{};
     t.batch = shape.batch;
     t.heads = shape.heads;
@@ -47,11 +62,28 @@ inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& set
     t.tile_rows = kHalfRows;
     t.anchor_rows = AnchorRows(false);
     t.lanes = 1;
-    t.causal = settings.causal;
+    t.token_rows = token_rows;
+    t.parts = 1;
+    t.causal = settings.causal || settings.right >= 0;
+    t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
+    t.windowed = settings.left >= 0;
+    t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
+    t.has_mask = settings.has_mask;
+    t.mask = settings.mask;
+    t.has_sinks = settings.has_sinks;
+    t.has_largest = settings.has_largest;
     t.saturates = 1;  // the chip has no other mode
     t.has_lengths = settings.has_lengths;
     t.scale = static_cast<float>(settings.scale);
     return t;
+}
+
+// Cut the keys of each tile into parts, whose outputs need a workspace.
+inline void CutKeys(AttentionTiling& t, uint32_t parts)
+{
+    t.parts = parts;
+    const uint64_t tiles = uint64_t{t.batch} * t.heads * DivideUp(t.rows, kHalfRows);
+    t.workspace_bytes = parts > 1 ? tiles * parts * (kPartNumbers + t.dim) * kHalfRows * sizeof(float) : 0;
 }
 
 }  // namespace pasa

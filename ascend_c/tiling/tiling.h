@@ -24,7 +24,11 @@ constexpr uint32_t kBlockBytes = 32;  // of the vector cores' memory: the smalle
 constexpr uint32_t kWaveColumns = 64;  // most columns of a row that unbiased rounding tests
 constexpr uint32_t kVerdictWords = kBlockBytes / sizeof(int32_t);  // of each vector core
 constexpr uint32_t kCountRows = 7;  // kinds of counts: kernel/counted_rows.h
-constexpr uint32_t kVisitWords = 3;  // of each key block that a tile visits
+// Words of each key block that a tile visits: the block, and bits of 64 rows each.
+PASA_ANYWHERE constexpr uint32_t VisitWords(uint32_t tile_rows) { return 1 + tile_rows / kHalfRows; }
+constexpr uint32_t kVisitWords = VisitWords(kTileRows);
+constexpr uint32_t kMaskTileBytes = kHalfRows * kBlockKeys / 8;  // 310P: bits of a mask, of 64 rows and a key block
+constexpr uint32_t kPartNumbers = 4;  // 310P: FP32 numbers of each row that a part of its keys leaves behind, beside O
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
 
 // A lane's workspace, in bytes from its start. Every part starts at a multiple of 512. The exact recovery has one lane,
@@ -41,7 +45,8 @@ struct LaneWorkspace {
     uint64_t bytes;
 };
 
-// A mask: elements of a row follow each other. A stride of 0 repeats what it steps over.
+// A mask, bytes or FP32: elements of a row follow each other. A stride of 0 repeats what it steps over. On a 310P it is
+// bits, kMaskTileBytes for each tile of 64 rows and key block, and row_stride lies between the tiles.
 struct MaskTiling {
     uint32_t batches;  // batch entries and heads that have a table of visits of their own: 1, or all
     uint32_t heads;
@@ -59,6 +64,8 @@ struct AttentionTiling {
     uint32_t dim;     // a multiple of 16
     uint32_t blocks;  // of keys
     uint32_t tile_rows;  // query rows of a tile
+    uint32_t token_rows;  // neighbouring rows that see the same keys: 1; 310P: query heads that are rows of a token
+    uint32_t parts;       // of the keys of a tile: 1; 310P: as many tasks, whose outputs are merged
     uint32_t lanes;   // query tiles in turn: 2, or 1 where their outputs do not fit, and in the exact recovery
     uint32_t resident;  // exact: products add up in L0C, which holds 128 columns
     uint32_t causal;  // a row sees no key further to the right of its own than `right`

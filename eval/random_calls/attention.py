@@ -15,7 +15,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.random_calls.backends import NPU, REFERENCE, SDPA, TRITON, available
 from pasa.eval.random_calls.cases import Kind, Measures, Params
-from pasa.eval.random_calls.inputs import MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
+from pasa.eval.random_calls.inputs import BOOL_MASKS, MASKS, SINKS, STRIDES, Call, guaranteed, indices, make
 from pasa.eval.random_calls.judge import HALF_ULP, Arithmetic, against_naive, count_wrong_maxima, judge, worst
 from pasa.eval.random_calls.number_draws import ORDINARY, ORDINARY_VALUES, SCORES, VALUES
 from pasa.eval.random_calls.truth import Truth, find_truth, naive_fp16, pieces, prepare
@@ -89,16 +89,13 @@ def serve(params: Params, rng: Random) -> Params:
         changed |= {"mask": "none"}
     if params["recovery"] == "paper" and params["softmax"] == "unbiased":
         changed |= {"softmax": "safe"}
-    if backend == NPU and params["garbage"] in (
-        "key",
-        "value",
-    ):  # one that is not finite may reach every row of its head
+    if backend == NPU and params["garbage"] in ("key", "value"):  # it may reach every row of its head
         changed |= {"garbage": "none"}
     # Calls of few rows take other kernels with diagnostics, whose bits differ from those of the operator without.
     diagnosed = not lacks("diagnostics", config_of(params | changed)) and not params["operator"]
     if backend == NPU and npu_backend.architecture() == on_310p.ARCHITECTURE:
-        changed |= {"recovery": "exact", "beta": None, "softmax": "safe", "overflow": "saturate", "mask": "none"}
-        changed |= {name: None for name, feature in FEATURES.items() if feature in on_310p.LACKING}
+        changed |= {"recovery": "exact", "beta": None, "softmax": "safe", "overflow": "saturate"}
+        changed |= {"mask": params["mask"] if params["mask"] in BOOL_MASKS else "none"}
         changed |= {"dtype": "float16"} if params["dtype"] == "bfloat16" else {}
         diagnosed = False
     return params | changed | {"diagnose": params["diagnose"] and diagnosed}

@@ -20,6 +20,7 @@ GARBAGE = (torch.nan, torch.inf, -torch.inf)
 LOWEST = (-FP16_MAX, -FP32_MAX, -torch.inf)  # what models write for a key that is masked out
 MASKS = ("none", "bool", "float", "float16", "bfloat16", "row", "keys", "scalar", "heads", "padding", "padding-float",
          "expanded", "strided")  # fmt: skip
+BOOL_MASKS = tuple(name for name in MASKS if name != "none" and "float" not in name)
 SINKS = {"ordinary": 3.0, "large": 1e4}  # standard deviations
 NO_KEY = 0.1  # share of the entries whose padding leaves no key
 

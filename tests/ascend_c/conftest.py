@@ -7,7 +7,10 @@ import torch
 
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
+from tests import fake_npu
 from tests.ascend_c.twin_build import FAST, PROGRAMS, SANITIZED, TWIN, Program, build, build_library
+
+CHIP_310P = "Ascend310P3"
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +47,26 @@ def npu_library(twin_folder):
 @pytest.fixture(scope="session")
 def npu_310p_library(shared_folder):
     """The same for the Ascend 310P: torch.ops.pasa.npu_310p_*."""
-    return build_library(shared_folder / "twin_310p", "Ascend310P3")
+    return build_library(shared_folder / "twin_310p", CHIP_310P)
 
 
 @pytest.fixture
 def npu(npu_library, monkeypatch):
     """torch.ops.pasa, and the backend `npu` ready for tensors of the CPU."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
+    yield from ready(npu_library, monkeypatch)
+
+
+@pytest.fixture
+def npu_310p(npu_310p_library, monkeypatch):
+    """The same as on a machine with an Ascend 310P."""
+    monkeypatch.setenv("FAKE_SOC", CHIP_310P)
+    fake_npu.install(monkeypatch, CHIP_310P)
+    yield from ready(npu_310p_library, monkeypatch)
+
+
+def ready(library, monkeypatch):
+    """Yield torch.ops.pasa with a library loaded, whose backend takes tensors of the CPU."""
+    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(library))
     npu_backend.library_error.cache_clear()
     assert npu_backend.library_error() is None  # loads it
     record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
@@ -69,3 +85,9 @@ def kernels(twin_program):
 def sanitized_kernels(twin_program):
     """The same under AddressSanitizer and UndefinedBehaviorSanitizer."""
     return twin_program("kernels", include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+
+
+@pytest.fixture
+def kernels_310p(twin_program):
+    """The kernels for the Ascend 310P, and a launch of each."""
+    return twin_program("kernels_310p", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])

@@ -363,7 +363,7 @@ def tried_now(mutants: list[Mutant]) -> list[Mutant]:
 
 
 def write_mutants(folder: Path, sources: str = "*.h", rules: dict[str, tuple[str, str]] = RULES) -> list[Mutant]:
-    """Write the kernels into `folder`/kernel, with a switch at every place of `sources` that has a mutant.
+    """Write the kernels into `folder`/kernel, with a switch at every place of some `sources` that has a mutant.
 
     Raises
     ------
@@ -378,7 +378,7 @@ def write_mutants(folder: Path, sources: str = "*.h", rules: dict[str, tuple[str
         shutil.copytree(ASCEND_C / name, folder / name)
     with open(folder / "kernel" / "port.h", "a", encoding="utf-8") as port:
         port.write(SWITCH)
-    for source in sorted((ASCEND_C / "kernel").glob(sources)):
+    for source in sorted(path for pattern in sources.split() for path in (ASCEND_C / "kernel").glob(pattern)):
         text = source.read_text(encoding="utf-8")
 
         def note(match: re.Match[str], what: str, name: str = source.name, text: str = text) -> int:

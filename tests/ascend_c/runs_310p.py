@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.ascend.masks import HALF, find_visits, tile_bits
 from tests.ascend_c.kernel_runs import BLOCK, Call, Run, array, read
 from tests.ascend_c.twin_build import Program
 
@@ -31,7 +32,19 @@ def settings_of(x: Call) -> dict[str, Any]:
     batch, heads, rows, dim = x.q.shape
     kv_heads, keys = x.k.shape[1:3]
     shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "rows": rows, "keys": keys, "dim": dim}
-    return shape | {"causal": int(x.causal), "lengths": int(x.lengths is not None), "scale": repr(x.softmax_scale)}
+    how = {name: int(getattr(x, name) is not None) for name in ("lengths", "sinks", "mask")}
+    how |= {"causal": int(x.causal), "left": x.window[0], "right": x.window[1], "largest": int(x.largest)}
+    return shape | how | mask_settings(x) | {"scale": repr(x.softmax_scale)}
+
+
+def mask_settings(x: Call) -> dict[str, int]:
+    """Return the strides of the bits of a mask, and the entries of its table."""
+    if x.mask is None:
+        return {}
+    bits = tile_bits(x.mask)
+    strides = [0 if bits.shape[axis] == 1 else bits.stride(axis) for axis in range(3)]
+    names = ("mask_batches", "mask_heads", "batch_stride", "head_stride", "row_stride")
+    return dict(zip(names, (*bits.shape[:2], *strides), strict=True))
 
 
 def launch_shift(program: Program, x: Call, **options: Any) -> Run:
@@ -55,11 +68,16 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
     whole = -(-rows // FRACTAL) * FRACTAL
     q = torch.nn.functional.pad(x.q, (0, 0, 0, whole - rows))
     arrays = {"q": array(q)} | {name: array(value) for name, value in shifted.items()} | lengths_of(x)
+    if x.mask is not None:
+        arrays |= {"mask": array(tile_bits(x.mask)), "visits": array(find_visits(x.mask, rows, HALF))}
+    if x.sinks is not None:
+        arrays["sinks"] = array(x.sinks.float()[:, None].expand(heads, whole))
     report = program.run("attend", arrays, **settings_of(x), **options)
     result = Run(report)
     if report["ok"]:
         result.arrays["out"] = read(program, "out", np.float16, (batch, heads, whole, dim))[:, :, :rows]
-        result.arrays["lse"] = read(program, "lse", np.float32, (batch, heads, whole))[:, :, :rows]
+        for name in ("lse", "largest") if x.largest else ("lse",):
+            result.arrays[name] = read(program, name, np.float32, (batch, heads, whole))[:, :, :rows]
     return result
 
 

@@ -18,7 +18,7 @@ from tests.adversaries import specks, spikes, stalled, sunken
 from tests.ascend_c.kernel_runs import BLOCK, LAUNCHES, Call, attend_by_reference, shifted_by_reference, ulp
 from tests.ascend_c.runs_310p import attend, fractals, launch_attention, launch_shift, rows_of
 from tests.ascend_c.test_attention import SHAPES, check_output, make_call
-from tests.ascend_c.twin_build import FAST, TWIN
+from tests.ascend_c.twin_build import TWIN
 from tests.unlike_keys import CASES, allowed
 from tests.unlike_keys import found as truth_of
 
@@ -26,9 +26,9 @@ UNIT = 2.0**-24
 
 
 @pytest.fixture
-def kernels(twin_program):
+def kernels(kernels_310p):
     """The 310P's kernels, and a launch of each."""
-    return twin_program("kernels_310p", optimise=FAST, include=[TWIN.parent], define=["PASA_CPU_TWIN"])
+    return kernels_310p
 
 
 def run(kernels, x, **options):
@@ -327,7 +327,11 @@ def test_subnormal_results_of_exp_do_not_matter(kernels, spread):
         ({"exact": 0}, "an Ascend 310P has no kernel of the published recovery"),
         ({"to_bf16": 1}, "an Ascend 310P has no BF16"),
         ({"unbiased_columns": 64}, "an Ascend 310P has no unbiased rounding: its vector unit does not shift"),
-        ({"sinks": 1}, "the kernel for the Ascend 310P takes no sinks"),
+        (
+            {"mask": 1, "causal": 1},
+            "a mask comes alone: it has to hide what a causal mask, a window or lengths hide",
+        ),
+        ({"token_rows": 3}, "rows=100 are no multiple of token_rows=3"),
     ],
 )
 def test_what_the_chip_or_its_kernel_lacks_is_refused(kernels, changes, sentence):

@@ -48,9 +48,10 @@ def batch(padded):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.fixture
-def served(npu, monkeypatch):
-    """Return a list of the calls that the kernels serve."""
+@pytest.fixture(params=["npu", "npu_310p"])
+def served(request, monkeypatch):
+    """Return a list of the calls that the kernels of a chip serve."""
+    request.getfixturevalue(request.param)
     calls, kernels = [], npu_backend._kernels
 
     def noting(call, *args, **how):

@@ -1,9 +1,10 @@
 """Every flag, barrier, buffer and rule of the 310P's kernels is needed, and it is noticed when one is missing.
 
 A mutant is caught if a launch ends in a fault, saturates a number, or returns other bits than the unchanged kernel.
-Sources that are shared with Atlas A2 have their mutants in test_mutants.py.
+Sources that are shared with Atlas A2 have their mutants in test_mutants.py; two of them have rules of this chip, too.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,8 +18,10 @@ from tests.ascend_c.test_mutants import (
     LAUNCHES,
     Attempt,
     anchors_far_apart,
+    begins_anywhere,
     below_the_guess,
     bits,
+    drawn_mask,
     extreme_keys,
     is_caught,
     opposite_blocks,
@@ -27,7 +30,7 @@ from tests.ascend_c.test_mutants import (
 )
 from tests.ascend_c.twin_build import FAST, PROGRAMS, Program, build
 
-LEAST = 70  # how many there are to be
+LEAST = 120  # how many there are to be
 RULES = {
     "a reference is not carried into the next frame": ("seeing.Add(reference, reference, Number(kScratch));", ""),
     "a row is carried into a frame of keys that it does not see": (
@@ -36,42 +39,94 @@ RULES = {
     ),
     "a log-sum-exp is in the first frame": (
         "seeing.Scale(Number(kFrame), Number(kFramed), 1.0f);",
-        "RowMath(RowsWithoutKeys(task, j), j == 0 ? rows_ : 0).Scale(Number(kFrame), Number(kFramed), 1.0f);",
+        "RowMath(j == 0 ? now : 0).Scale(Number(kFrame), Number(kFramed), 1.0f);",
     ),
     "anchors are taken for their frames": (
         "TakeOffsets(Number(kOffset), anchor_row + 1);",
         "all.Set(Number(kOffset), 0.0f);",
     ),
-    "the first block has the offset of its mean": ("if (j == 0) {", "if (false)"),
-    "offsets are made once": ("if (j % kAnchorBlocks == 0) {", "if (j == 0)"),
+    "the first block has the offset of its mean": ("if (block == 0) {", "if (false)"),
+    "offsets are made once": ("if (j == 0 || block >= offset_block_ + kAnchorBlocks)", "if (j == 0)"),
     "weights are not bounded by the largest score of their tile": (
-        "all.Larger(Number(kGap), Number(kGap), top);",
+        "all.Larger(Number(kGap), Number(kGap), raised);",
         "",
     ),
     "a reference falls": ("all.Larger(raised, raised, reference);", ""),
     "a reference is 15 ln 2 below the largest score": (
-        "all.Lower(top, top, kBelowLargest);",
-        "all.Lower(top, top, 10.397207708f);",
+        "all.Lower(raised, top, kBelowLargest);",
+        "all.Lower(raised, top, 10.397207708f);",
     ),
     "the output so far is not rescaled": ("Rescale();", ""),
     "l is not rescaled": ("RowMath(0, rows_).Multiply(Number(kSum), Number(kSum), Number(kKeep));", ""),
     "keys that do not exist are seen": ("if (count < kBlockKeys) {", "if (false)"),
     "a row sees a key too many": (
-        "tile.HideInRow(r, seen > j * kBlockKeys ? seen - j * kBlockKeys : 0, kHiddenNats);",
-        "tile.HideInRow(r, seen > j * kBlockKeys ? seen - j * kBlockKeys + 1 : 0, kHiddenNats);",
+        "tile.HideInRow(r, seen > first_key ? seen - first_key : 0, kHiddenNats);",
+        "tile.HideInRow(r, seen > first_key ? seen - first_key + 1 : 0, kHiddenNats);",
     ),
     "a fully masked row keeps the sum of masked keys": ("never.Set(Number(kSum), 1.0f);", ""),
     "a fully masked row keeps the result of masked keys": (
-        "AscendC::Duplicate(output_[d * rows_], 0.0f, static_cast<int32_t>(without_keys * kFractal));",
+        "AscendC::Duplicate(output_[r * kFractal], 0.0f, kFractal, t_.dim / kFractal, 1, group_ / kFloatBlock);",
         "",
     ),
     "a fully masked row has a log-sum-exp": ("never.SetBits(lse, kMinusInfinity);", ""),
+    "a fully masked row has a largest score": ("never.SetBits(largest, kMinusInfinity);", ""),
+    "a largest score is that of the last block": (
+        "seeing.Larger(Number(kBest), Number(kBest), Number(kScratch));",
+        "seeing.Scale(Number(kBest), Number(kScratch), 1.0f);",
+    ),
+    "a largest score is not carried into the next frame": (
+        "seeing.Add(Number(kBest), Number(kBest), Number(kScratch));",
+        "",
+    ),
+    "a window's left edge is not applied": ("if (tasks_.Before(first_row + rows_ - 1) <= first_key)", "if (true)"),
+    "a window hides its first key": (
+        "tile.HideBeforeInRow(r, Least(before - first_key, kBlockKeys), kHiddenNats);",
+        "tile.HideBeforeInRow(r, Least(before - first_key + 1, kBlockKeys), kHiddenNats);",
+    ),
+    "a mask is not applied": ("tile.Keep(bits, kHiddenNats);", ""),
+    "a mask is that of the first tile": ("at += task.lane[0].first_row / kHalfRows * t_.mask.row_stride;", ""),
+    "a mask is that of the first head": ("at += task.head % t_.heads * t_.mask.head_stride;", ""),
+    "a mask is that of the first batch entry": ("at += task.batch * t_.mask.batch_stride;", ""),
+    "sinks are counted over batch entries": (
+        "AscendC::DataCopy(sinks, sinks_[FirstRow(task.head % t_.heads, task)], rows_);",
+        "AscendC::DataCopy(sinks, sinks_[FirstRow(task.head, task)], rows_);",
+    ),
+    "a sink far above all scores saturates": ("all.AtLeast(apart, apart, -kFarthestSink);", ""),
+    "a row without keys has no sink": ("never.Scale(lse, Number(kKeep), 1.0f);", ""),
+    "heads of a token see keys one after the other": (
+        "return tiling_.token_rows == 1 ? row : row / tiling_.token_rows;",
+        "return row;",
+    ),
+    "a part has the steps of the first": (
+        "task.skipped = static_cast<uint32_t>(steps * part / tiling_.parts);",
+        "task.skipped = 0;",
+    ),
+    "rows that see no key of a part take its frame": (
+        "here |= tasks_.Seeing(part, 0, j, part.lane[0].rows);",
+        "here = RowsBetween(0, rows_);",
+    ),
+    "parts are not carried into a common frame": ("seeing.Add(Number(kReference), Number(kReference), carried);", ""),
+    "the largest score of parts is not carried into a common frame": (
+        "seeing.Add(Number(kBest), Number(kBest), carried);",
+        "",
+    ),
+    "the frame of a part is not taken": ("seeing.Scale(Number(kFrame), frame, 1.0f);", ""),
+    "a largest score is that of the last part": (
+        "seeing.Larger(Number(kBest), Number(kBest), best);",
+        "seeing.Scale(Number(kBest), best, 1.0f);",
+    ),
+    "a reference falls from part to part": (
+        "seeing.Larger(raised, Number(kReference), reference);",
+        "seeing.Scale(raised, reference, 1.0f);",
+    ),
+    "parts are not weighed": ("seeing.Exponential(Number(kGap), Number(kGap));", "seeing.Set(Number(kGap), 1.0f);"),
+    "sums of parts are not weighed": ("all.Multiply(sum, sum, Number(kGap));", ""),
     "outputs may pass the largest number": (
-        "AscendC::Mins(output_, output_, kHalfLargest, static_cast<int32_t>(numbers));",
+        "AscendC::Mins(output_, output_, kHalfLargest, numbers);",
         "",
     ),
     "outputs may pass the lowest number": (
-        "AscendC::Maxs(output_, output_, -kHalfLargest, static_cast<int32_t>(numbers));",
+        "AscendC::Maxs(output_, output_, -kHalfLargest, numbers);",
         "",
     ),
     "rows behind the last key are not filled up": ("if (rest > 0) {", "if (false)"),
@@ -104,6 +159,21 @@ CALLS = [
     unlike("later keys of the block", 1000.0),
     unlike("mixed signs", 1000.0),
     unlike("late rows", 4096.0),
+    random_call(2, 2, 1, 100, 300, 32, window=(60, 0), sinks=torch.tensor([4.0, 2000.0]), largest=True),
+    random_call(2, 3, 1, 90, 70, 64, causal=True, sinks=torch.tensor([4.0, 12.0, -(2.0**126)])),
+    replace(begins_anywhere(sparse=True), largest=True),
+    random_call(2, 2, 1, 70, 200, 32, mask=drawn_mask(2, 2, 70, 200)),
+    random_call(
+        1, 1, 1, 20, 66 * BLOCK, 16, window=(40 * BLOCK, -1)
+    ),  # offsets are loaded again behind the first block
+]
+# Heads of a token as rows, and keys in parts that end in different frames.
+DECODING = [
+    (random_call(1, 1, 1, 21, 300, 32, causal=True), {"token_rows": 3}),
+    (random_call(1, 1, 1, 21, 300, 32, window=(150, 0)), {"token_rows": 3, "parts": 2}),
+    (replace(begins_anywhere(), largest=True), {"parts": 3}),
+    (replace(opposite_blocks(1), largest=True), {"parts": 2}),
+    (random_call(1, 2, 1, 130, 500, 128, causal=True, sinks=torch.tensor([1.0, 3.0]), largest=True), {"parts": 3}),
 ]
 LONG = [extreme_means(65504.0), extreme_means(-65504.0)]  # a second each, so they are launched in one way only
 
@@ -111,7 +181,7 @@ LONG = [extreme_means(65504.0), extreme_means(-65504.0)]  # a second each, so th
 @pytest.fixture
 def mutated(tmp_path):
     folder = tmp_path / "mutants"
-    mutants = write_mutants(folder, "310p/*.h", RULES)
+    mutants = write_mutants(folder, "310p/*.h task.h rows.h", RULES)
     source, define = PROGRAMS / "kernels_310p.cpp", ["PASA_CPU_TWIN", "PASA_MUTANTS"]
     return Program(build(source, tmp_path, optimise=FAST, include=[folder], define=define), tmp_path), mutants
 
@@ -127,7 +197,8 @@ def exact_launch(launch, *args, **options):
 
 def attempts(program):
     """Return every launch of the kernels on every call."""
-    short, long = (list(launches(program, calls)) for calls in (CALLS, LONG))
+    calls = [(x, {}) for x in CALLS] + DECODING
+    short, long = (list(launches(program, some)) for some in (calls, [(x, {}) for x in LONG]))
     expected = {launch: bits(launch, 0) for launch in short + long}
     assert None not in expected.values()
     ways = [Attempt(partial(each, mode=m, seed=s), expected[each]) for m, s in LAUNCHES for each in short]
@@ -136,11 +207,11 @@ def attempts(program):
 
 def launches(program, calls):
     """Yield the launches of the kernels on some calls."""
-    for x in calls:
+    for x, how in calls:
         shifted = launch_shift(program, x, mutant=0)
         assert shifted.report["ok"], shifted.report["fault"]
         yield partial(exact_launch, launch_shift, program, x, cores=2)
-        yield partial(exact_launch, launch_attention, program, x, shifted.arrays, cores=1)
+        yield partial(exact_launch, launch_attention, program, x, shifted.arrays, cores=1, **how)
 
 
 def test_every_mutant_is_caught(mutated):

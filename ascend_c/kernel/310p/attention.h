@@ -2,8 +2,8 @@
 // and never leave the core.
 #pragma once
 
-#include "fractals.h"
 #include "products.h"
+#include "state.h"
 
 namespace pasa {
 
@@ -14,35 +14,27 @@ constexpr float kHiddenNats = -0x1p124f;
 // weight is at most e^8 = 2981 at any score, and FP16 rounds one to zero only 24.9 nats below the largest.
 constexpr float kBelowLargest = 7.624618986f;
 
-// One query tile of 64 rows at a time. While the vector unit makes the weights of block j, the cube unit forms the scores
-// of block j + 1; P V of block j is added to the output after the softmax of block j + 1.
-class CoreAttention {
+// One query tile of 64 rows at a time, and the key blocks that it visits, one step each. While the vector unit makes the
+// weights of a step, the cube unit forms the scores of the next; P V of a step is added to the output after the softmax of
+// the next. Rows that have not begun have weights of masked scores, which Rescale takes away when they begin.
+class CoreAttention : private CoreState {
 public:
     __aicore__ inline CoreAttention(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
-        : t_(tiling),
-          tasks_(tiling, arguments.lengths),
-          products_(arguments, tiling, pipe)
+        : CoreState(arguments, tiling, pipe),
+          products_(arguments, tiling, tasks_, pipe)
     {
         units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
-        out_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.out));
-        lse_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.lse));
+        if (t_.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
         pipe.InitBuffer(tile_buffer_, kHalfRows * kBlockKeys * sizeof(float));
         pipe.InitBuffer(work_buffer_, FractalTile::kWork * sizeof(float));
-        pipe.InitBuffer(output_buffer_, kHalfRows * tiling.dim * sizeof(float));
         pipe.InitBuffer(offset_buffer_, kAnchorRows * kHalfRows * sizeof(float));
-        pipe.InitBuffer(spread_buffer_, kHalfRows * kFractal * sizeof(float));
         pipe.InitBuffer(sums_buffer_, kHalfRows * kFractal * sizeof(float));
-        pipe.InitBuffer(rows_buffer_, kRows * kHalfRows * sizeof(float));
         pipe.InitBuffer(weights_out_, 1, kHalfRows * kBlockKeys * sizeof(half));
-        pipe.InitBuffer(tile_out_, 1, kHalfRows * tiling.dim * sizeof(half));
-        pipe.InitBuffer(row_out_, 1, kHalfRows * sizeof(float));
+        pipe.InitBuffer(mask_in_, 2, kMaskTileBytes);
         tile_ = tile_buffer_.Get<float>();
         work_ = work_buffer_.Get<float>();
-        output_ = output_buffer_.Get<float>();
         offsets_ = offset_buffer_.Get<float>();
-        spread_ = spread_buffer_.Get<float>();
         sums_ = sums_buffer_.Get<float>();
-        values_ = rows_buffer_.Get<float>();
     }
 
     __aicore__ inline void Run()
@@ -55,61 +47,49 @@ public:
     }
 
 private:
-    using Row = RowMath::Row;
-    using FloatTile = AscendC::LocalTensor<float>;
-    using HalfTile = AscendC::LocalTensor<half>;
-
-    // Numbers of rows. These are nats: kReference, what the weights are relative to; kFrame and kFramed, q.f of the blocks
-    // so far and of this one; kOffset, its q.(a - f); kGap, the reference as seen from its scores.
-    enum RowNumber { kReference, kSum, kFrame, kFramed, kOffset, kGap, kTop, kRaised, kKeep, kScratch, kRows };
-
-    __aicore__ inline Row Number(RowNumber which) const { return values_[which * kHalfRows]; }
-    __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t j) const
+    __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t block) const
     {
-        return Least(kBlockKeys, task.keys - j * kBlockKeys);
+        return Least(kBlockKeys, task.keys - block * kBlockKeys);
     }
     // Return how many of the tile's first rows see at most so many keys, because of the causal mask.
     __aicore__ inline uint32_t RowsBefore(const Task& task, uint32_t keys) const
     {
         if (!t_.causal) return 0;
-        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - task.lane[0].first_row;
+        const int64_t tokens = static_cast<int64_t>(keys) + t_.rows / t_.token_rows - t_.keys - t_.right;
+        const int64_t first = tokens * t_.token_rows - task.lane[0].first_row;
         return first <= 0 ? 0 : static_cast<uint32_t>(first < rows_ ? first : rows_);
-    }
-    // Return how many of the tile's first rows see no key of block j.
-    __aicore__ inline uint32_t RowsWithoutKeys(const Task& task, uint32_t j) const
-    {
-        return task.keys <= j * kBlockKeys ? rows_ : RowsBefore(task, j * kBlockKeys);
     }
 
     __aicore__ inline void Attend(const Task& task)
     {
-        rows_ = RoundUp(task.lane[0].rows, kFractal);
-        group_ = rows_ * kFractal;
-        RowMath all(0, rows_);
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Set(Number(kReference), kNothing);
-        all.Set(Number(kSum), 0.0f);
-        all.Set(Number(kFrame), 0.0f);
-        AscendC::Duplicate(output_, 0.0f, static_cast<int32_t>(rows_ * t_.dim));
+        BeginRows(task);
+        seen_ = 0;
         if (task.steps > 0) {
+            if (t_.has_mask) LoadMask(task, 0);
             products_.Begin(task, rows_);
             for (uint32_t j = 0; j < task.steps; ++j) TakeBlock(task, j);
             AddProduct();
             products_.End();
         }
-        Finish(task);
+        if (t_.parts > 1) {
+            StorePart(task);
+        } else {
+            Finish(task, seen_);
+        }
     }
 
     __aicore__ inline void TakeBlock(const Task& task, uint32_t j)
     {
+        const uint32_t block = tasks_.Block(task, j);
         FloatTile scores = products_.TakeScores();
-        if (j + 1 < task.steps) products_.Advance(task, j + 1);
-        AscendC::PipeBarrier<PIPE_V>();
-        CopyOut(tile_, scores, rows_ * RoundUp(KeysOf(task, j), kFractal));
-        products_.FreeScores(scores);
-        if (j % kAnchorBlocks == 0) {
-            LoadOffsets(task, j);
+        if (j + 1 < task.steps) {
+            products_.Advance(task, j + 1);
+            if (t_.has_mask) LoadMask(task, j + 1);
         }
+        AscendC::PipeBarrier<PIPE_V>();
+        CopyOut(tile_, scores, rows_ * RoundUp(KeysOf(task, block), kFractal));
+        products_.FreeScores(scores);
+        if (j == 0 || block >= offset_block_ + kAnchorBlocks) LoadOffsets(task, block);
         MoveReference(task, j);
         MakeWeights(task, j);
         if (j > 0) AddProduct();
@@ -130,12 +110,13 @@ private:
         AscendC::DataCopy(to, c, p, whole);
     }
 
-    // Products of the anchor rows of the next blocks.
-    __aicore__ inline void LoadOffsets(const Task& task, uint32_t j)
+    // Products of the anchor rows of a block and of those behind it.
+    __aicore__ inline void LoadOffsets(const Task& task, uint32_t block)
     {
-        const uint32_t count = 2 * Least(kAnchorBlocks, task.steps - j);
+        const uint32_t end = tasks_.Block(task, task.steps - 1) + 1, count = 2 * Least(kAnchorBlocks, end - block);
+        offset_block_ = block;
         anchor_rows_ = RoundUp(count, kFractal);
-        FloatTile c = products_.MakeOffsets(task, j, count);
+        FloatTile c = products_.MakeOffsets(task, block, count);
         CopyOut(offsets_, c, anchor_rows_ * rows_);
         products_.FreeOffsets(c);
     }
@@ -153,22 +134,24 @@ private:
     // the tile, and kKeep the factor of the output so far.
     __aicore__ inline void MoveReference(const Task& task, uint32_t j)
     {
-        const uint32_t anchor_row = 2 * (j % kAnchorBlocks);
-        RowMath all(0, rows_), seeing(RowsWithoutKeys(task, j), rows_);
-        const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + j;
-        const float factor = t_.scale / units_.GetValue(block * kUnitCopies);
+        const uint32_t block = tasks_.Block(task, j), anchor_row = 2 * (block - offset_block_);
+        const RowBits now = tasks_.Seeing(task, 0, j, task.lane[0].rows);
+        RowMath all(0, rows_), seeing(now);
+        const uint64_t unit = static_cast<uint64_t>(task.kv_head) * t_.blocks + block;
+        const float factor = t_.scale / units_.GetValue(unit * kUnitCopies);
         FractalTile tile(tile_, work_, rows_);
         const Row reference = Number(kReference), top = Number(kTop), raised = Number(kRaised);
+        seen_ |= now;
         AscendC::PipeBarrier<PIPE_V>();
         TakeOffsets(Number(kFramed), anchor_row);
-        if (j == 0) {  // its frame is its anchor
+        if (block == 0) {  // its frame is its anchor
             all.Set(Number(kOffset), 0.0f);
         } else {
             TakeOffsets(Number(kOffset), anchor_row + 1);
         }
-        tile.Scale(factor, RoundUp(KeysOf(task, j), kFractal));
+        tile.Scale(factor, RoundUp(KeysOf(task, block), kFractal));
         AscendC::PipeBarrier<PIPE_V>();
-        Hide(task, j, tile);
+        Hide(task, block, tile);
         tile.FoldEight();
         AscendC::PipeBarrier<PIPE_V>();
         tile.FoldFour();
@@ -177,6 +160,9 @@ private:
         tile.FoldTwo();
         if (j > 0) {
             seeing.Add(reference, reference, Number(kScratch));
+            if (t_.has_largest) {
+                seeing.Add(Number(kBest), Number(kBest), Number(kScratch));
+            }
         }
         seeing.Scale(Number(kFrame), Number(kFramed), 1.0f);
         AscendC::PipeBarrier<PIPE_V>();
@@ -185,10 +171,16 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         tile.Finish(top);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Lower(top, top, kBelowLargest);
+        if (t_.has_largest) {
+            seeing.Add(Number(kScratch), top, Number(kOffset));
+        }
+        all.Lower(raised, top, kBelowLargest);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Add(raised, top, Number(kOffset));
-        all.Larger(Number(kGap), Number(kGap), top);
+        if (t_.has_largest) {
+            seeing.Larger(Number(kBest), Number(kBest), Number(kScratch));
+        }
+        all.Larger(Number(kGap), Number(kGap), raised);
+        all.Add(raised, raised, Number(kOffset));
         AscendC::PipeBarrier<PIPE_V>();
         all.Larger(raised, raised, reference);
         AscendC::PipeBarrier<PIPE_V>();
@@ -198,21 +190,56 @@ private:
         all.Scale(reference, raised, 1.0f);
     }
 
-    // Scores that a row does not see become kHiddenNats: keys that do not exist, and with a causal mask later ones.
-    __aicore__ inline void Hide(const Task& task, uint32_t j, FractalTile& tile)
+    // Scores that a row does not see become kHiddenNats: keys that do not exist, those beside the edges of a causal mask or
+    // a window, and those that a mask hides.
+    __aicore__ inline void Hide(const Task& task, uint32_t block, FractalTile& tile)
     {
-        const uint32_t count = KeysOf(task, j);
+        const uint32_t count = KeysOf(task, block), first_key = block * kBlockKeys;
         if (count < kBlockKeys) {
             tile.HideColumns(count, kHiddenNats);
             AscendC::PipeBarrier<PIPE_V>();
         }
-        const uint32_t partial = RowsBefore(task, j * kBlockKeys + count - 1);  // later rows see all
-        if (partial == 0) return;
+        const uint32_t partial = RowsBefore(task, first_key + count - 1);  // later rows see all
         for (uint32_t r = 0; r < partial; ++r) {
             const uint32_t seen = tasks_.Seen(task, task.lane[0].first_row + r);
-            tile.HideInRow(r, seen > j * kBlockKeys ? seen - j * kBlockKeys : 0, kHiddenNats);
+            tile.HideInRow(r, seen > first_key ? seen - first_key : 0, kHiddenNats);
+        }
+        if (partial > 0) AscendC::PipeBarrier<PIPE_V>();
+        if (t_.windowed) HideBeforeWindow(task, first_key, tile);
+        if (!t_.has_mask) return;
+        AscendC::LocalTensor<uint8_t> bits = mask_in_.DeQue<uint8_t>();
+        tile.Keep(bits, kHiddenNats);
+        mask_in_.FreeTensor(bits);
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // Keys to the left of the windows of rows. Other rows' windows begin before the block.
+    __aicore__ inline void HideBeforeWindow(const Task& task, uint32_t first_key, FractalTile& tile)
+    {
+        const uint32_t first_row = task.lane[0].first_row;
+        if (tasks_.Before(first_row + rows_ - 1) <= first_key) return;
+        for (uint32_t r = 0; r < rows_; ++r) {
+            const uint32_t before = tasks_.Before(first_row + r);
+            if (before <= first_key) continue;
+            tile.HideBeforeInRow(r, Least(before - first_key, kBlockKeys), kHiddenNats);
         }
         AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // The bits of the mask for a step, which lie as the scores do.
+    __aicore__ inline void LoadMask(const Task& task, uint32_t j)
+    {
+        uint64_t at = uint64_t{tasks_.Block(task, j)} * kMaskTileBytes;
+        at += task.lane[0].first_row / kHalfRows * t_.mask.row_stride;
+        at += task.head % t_.heads * t_.mask.head_stride;
+        at += task.batch * t_.mask.batch_stride;
+        AscendC::DataCopyParams p;
+        p.blockCount = FractalTile::kGroups;
+        p.blockLen = rows_ / kFractal;
+        p.srcGap = (kHalfRows - rows_) / kFractal;
+        AscendC::LocalTensor<uint8_t> bits = mask_in_.AllocTensor<uint8_t>();
+        AscendC::DataCopy(bits, mask_[at], p);
+        mask_in_.EnQue(bits);
     }
 
     // Weights, rounded, to the cube unit.
@@ -253,73 +280,30 @@ private:
         RowMath(0, rows_).Add(Number(kSum), Number(kSum), Number(kScratch));
     }
 
-    // O and l by kKeep.
-    __aicore__ inline void Rescale()
+    // What a part of the keys leaves behind, for CoreMerge.
+    __aicore__ inline void StorePart(const Task& task)
     {
-        SpreadRows(spread_, Number(kKeep), rows_);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t d = 0; d < t_.dim; d += kFractal) {
-            AscendC::Mul(output_[d * rows_], output_[d * rows_], spread_, static_cast<int32_t>(group_));
-        }
-        RowMath(0, rows_).Multiply(Number(kSum), Number(kSum), Number(kKeep));
+        const AscendC::GlobalTensor<float> to = parts_[PartPlace(task)];
+        const AscendC::TEventID made = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_MTE3);
+        AscendC::SetFlag<AscendC::HardEvent::V_MTE3>(made);
+        AscendC::WaitFlag<AscendC::HardEvent::V_MTE3>(made);
+        AscendC::DataCopy(to, values_, kPartNumbers * kHalfRows);
+        AscendC::DataCopy(to[kPartNumbers * kHalfRows], output_, rows_ * t_.dim);
+        const AscendC::TEventID stored = GetTPipePtr()->FetchEventID(AscendC::HardEvent::MTE3_V);
+        AscendC::SetFlag<AscendC::HardEvent::MTE3_V>(stored);
+        AscendC::WaitFlag<AscendC::HardEvent::MTE3_V>(stored);
     }
 
-    __aicore__ inline void Finish(const Task& task)
-    {
-        const uint32_t without_keys = RowsWithoutKeys(task, 0), numbers = rows_ * t_.dim;
-        RowMath all(0, rows_), never(0, without_keys);
-        const uint64_t row = static_cast<uint64_t>(task.head) * RoundUp(t_.rows, kFractal) + task.lane[0].first_row;
-        AscendC::PipeBarrier<PIPE_V>();
-        if (without_keys > 0) {
-            never.Set(Number(kSum), 1.0f);
-            for (uint32_t d = 0; d < t_.dim; d += kFractal) {
-                AscendC::Duplicate(output_[d * rows_], 0.0f, static_cast<int32_t>(without_keys * kFractal));
-            }
-        }
-        all.Add(Number(kReference), Number(kReference), Number(kFrame));
-        AscendC::PipeBarrier<PIPE_V>();
-        SpreadRows(spread_, Number(kSum), rows_);
-        all.Logarithm(Number(kScratch), Number(kSum));
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t d = 0; d < t_.dim; d += kFractal) {
-            AscendC::Div(output_[d * rows_], output_[d * rows_], spread_, static_cast<int32_t>(group_));
-        }
-        FloatTile lse = row_out_.AllocTensor<float>();
-        all.Add(lse, Number(kReference), Number(kScratch));
-        AscendC::PipeBarrier<PIPE_V>();
-        never.SetBits(lse, kMinusInfinity);
-        row_out_.EnQue(lse);
-        lse = row_out_.DeQue<float>();
-        AscendC::DataCopy(lse_[row], lse, rows_);
-        row_out_.FreeTensor(lse);
-        // A mean is within FP16's range, but thousands of roundings of O and l may carry O / l beyond it.
-        AscendC::Mins(output_, output_, kHalfLargest, static_cast<int32_t>(numbers));
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Maxs(output_, output_, -kHalfLargest, static_cast<int32_t>(numbers));
-        AscendC::PipeBarrier<PIPE_V>();
-        HalfTile out = tile_out_.AllocTensor<half>();
-        for (uint32_t d = 0; d < t_.dim; d += kFractal) {  // four rows of a fractal column at a time, to rows
-            AscendC::Cast(out[d], output_[d * rows_], AscendC::RoundMode::CAST_NONE, kFloats, group_ / kFloats,
-                          AscendC::UnaryRepeatParams(t_.dim / kFractal, 1, t_.dim / 4, 8));
-        }
-        tile_out_.EnQue(out);
-        out = tile_out_.DeQue<half>();
-        AscendC::DataCopy(out_[row * t_.dim], out, numbers);
-        tile_out_.FreeTensor(out);
-    }
-
-    const AttentionTiling& t_;
-    Tasks tasks_;
     Products products_;
-    AscendC::GlobalTensor<float> units_, lse_;
-    AscendC::GlobalTensor<half> out_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, work_buffer_, output_buffer_, offset_buffer_,
-        spread_buffer_, sums_buffer_, rows_buffer_;
-    AscendC::TQue<AscendC::TPosition::VECOUT, 1> weights_out_, tile_out_, row_out_;
-    FloatTile tile_, work_, output_, offsets_, spread_, sums_, values_;
-    uint32_t rows_ = 0;         // of the tile, a multiple of 16
-    uint32_t group_ = 0;        // numbers of 16 columns
-    uint32_t anchor_rows_ = 0;  // whose products are in offsets_, a multiple of 16
+    AscendC::GlobalTensor<float> units_;
+    AscendC::GlobalTensor<uint8_t> mask_;
+    AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, work_buffer_, offset_buffer_, sums_buffer_;
+    AscendC::TQue<AscendC::TPosition::VECIN, 2> mask_in_;
+    AscendC::TQue<AscendC::TPosition::VECOUT, 1> weights_out_;
+    FloatTile tile_, work_, offsets_, sums_;
+    RowBits seen_ = 0;           // rows that have seen a key
+    uint32_t offset_block_ = 0;  // the first block whose products are in offsets_
+    uint32_t anchor_rows_ = 0;   // whose products are there, a multiple of 16
 };
 
 __aicore__ inline void Attend(const Arguments& arguments, const AttentionTiling& tiling)

@@ -89,6 +89,26 @@ public:
         }
     }
 
+    // Columns before `last` of one row become `value`.
+    __aicore__ inline void HideBeforeInRow(uint32_t row, uint32_t last, float value)
+    {
+        const uint32_t whole = last / kFractal, rest = last % kFractal;
+        if (rest > 0) {
+            uint64_t mask[2] = {(uint64_t{1} << rest) - 1, 0};
+            AscendC::Duplicate(tile_[whole * group_ + row * kFractal], value, mask, 1, 1, 8);
+        }
+        if (whole > 0) {
+            AscendC::Duplicate(tile_[row * kFractal], value, kFractal, whole, 1, group_ / kFloatBlock);
+        }
+    }
+
+    // Numbers whose bit is 0 become `value`; bits lie as the numbers do.
+    __aicore__ inline void Keep(const AscendC::LocalTensor<uint8_t>& bits, float value)
+    {
+        AscendC::Select(tile_, bits, tile_, value, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, kFloats,
+                        rows_ * kBlockKeys / kFloats, AscendC::BinaryRepeatParams());
+    }
+
     // The largest number of each row, in five steps with a barrier behind each.
     __aicore__ inline void FoldEight() { AscendC::Max(work_, tile_, tile_[4 * group_], Count(4)); }
     __aicore__ inline void FoldFour() { AscendC::Max(work_, work_, work_[2 * group_], Count(2)); }

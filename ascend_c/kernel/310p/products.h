@@ -16,8 +16,10 @@ public:
     using Tile = AscendC::LocalTensor<half>;
     using Accumulator = AscendC::LocalTensor<float>;
 
-    __aicore__ inline Products(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
+    __aicore__ inline Products(const Arguments& arguments, const AttentionTiling& tiling, const Tasks& tasks,
+                               AscendC::TPipe& pipe)
         : t_(tiling),
+          tasks_(tasks),
           pipe_(pipe),
           multiplier_(pipe)
     {
@@ -60,12 +62,12 @@ public:
     }
     __aicore__ inline void End() { query_tiles_.FreeTensor(queries_); }
 
-    // Form the scores of block j, and load block j + 1.
+    // Form the scores of step j, and load the block of step j + 1.
     __aicore__ inline void Advance(const Task& task, uint32_t j)
     {
         steps_[j % 2] = step_tiles_.DeQue<half>();
         if (j + 1 < task.steps) LoadStep(task, j + 1);
-        const uint32_t keys = RoundUp(KeysOf(task, j), kFractal);
+        const uint32_t keys = RoundUp(KeysOfStep(task, j), kFractal);
         Accumulator c = scores_.AllocTensor<float>();
         for (uint32_t d = 0; d < t_.dim; d += kChunk) {
             const Factors f{rows_, keys, Least(kChunk, t_.dim - d), true, d > 0};
@@ -74,7 +76,7 @@ public:
         }
         scores_.EnQue(c);
     }
-    // S' (keys / 16, rows, 16) of the next block.
+    // S' (keys / 16, rows, 16) of the next step.
     __aicore__ inline Accumulator TakeScores() { return scores_.DeQue<float>(); }
     __aicore__ inline void FreeScores(Accumulator& c) { scores_.FreeTensor(c); }
 
@@ -98,11 +100,11 @@ public:
     }
     __aicore__ inline void FreeOffsets(Accumulator& c) { offsets_.FreeTensor(c); }
 
-    // Weights (128 / 16, rows, 16) of block j from UB to L1.
+    // Weights (128 / 16, rows, 16) of step j from UB to L1.
     __aicore__ inline void StoreWeights(const Task& task, uint32_t j, const Tile& weights)
     {
         AscendC::DataCopyParams p;
-        p.blockCount = DivideUp(KeysOf(task, j), kFractal);
+        p.blockCount = DivideUp(KeysOfStep(task, j), kFractal);
         p.blockLen = rows_;
         p.dstGap = kTileRows - rows_;
         AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE3>(loaded_);
@@ -110,10 +112,10 @@ public:
         AscendC::SetFlag<AscendC::HardEvent::MTE3_MTE1>(stored_);
     }
 
-    // P V of block j, and behind it P 1, the sum of each row sixteen times: (D / 16 + 1, rows, 16).
+    // P V of step j, and behind it P 1, the sum of each row sixteen times: (D / 16 + 1, rows, 16).
     __aicore__ inline void MakeProduct(const Task& task, uint32_t j)
     {
-        const uint32_t keys = RoundUp(KeysOf(task, j), kFractal);
+        const uint32_t keys = RoundUp(KeysOfStep(task, j), kFractal);
         AscendC::WaitFlag<AscendC::HardEvent::MTE3_MTE1>(stored_);
         Tile left = multiplier_.TakeLeft(weights_, rows_, keys);
         AscendC::SetFlag<AscendC::HardEvent::MTE1_MTE3>(loaded_);
@@ -136,9 +138,9 @@ public:
     __aicore__ inline void FreeProduct(Accumulator& c) { outputs_.FreeTensor(c); }
 
 private:
-    __aicore__ inline uint32_t KeysOf(const Task& task, uint32_t j) const
+    __aicore__ inline uint32_t KeysOfStep(const Task& task, uint32_t j) const
     {
-        return Least(kBlockKeys, task.keys - j * kBlockKeys);
+        return Least(kBlockKeys, task.keys - tasks_.Block(task, j) * kBlockKeys);
     }
 
     // A row-major matrix in memory to a tile of fractals, in pieces of 32 bytes.
@@ -153,13 +155,13 @@ private:
         }
     }
 
-    // Keys of block j, and behind them its values: both lie in memory as fractals.
+    // Keys of the block of step j, and behind them its values: both lie in memory as fractals.
     __aicore__ inline void LoadStep(const Task& task, uint32_t j)
     {
-        const uint64_t place = (static_cast<uint64_t>(task.kv_head) * t_.blocks + j) * kBlockKeys * t_.dim;
+        const uint64_t place = (static_cast<uint64_t>(task.kv_head) * t_.blocks + tasks_.Block(task, j)) * kBlockKeys * t_.dim;
         AscendC::DataCopyParams p;
         p.blockCount = t_.dim / kFractal;
-        p.blockLen = RoundUp(KeysOf(task, j), kFractal);
+        p.blockLen = RoundUp(KeysOfStep(task, j), kFractal);
         p.srcGap = kBlockKeys - p.blockLen;
         p.dstGap = kBlockKeys - p.blockLen;
         Tile step = step_tiles_.AllocTensor<half>();
@@ -169,6 +171,7 @@ private:
     }
 
     const AttentionTiling& t_;
+    const Tasks& tasks_;
     AscendC::TPipe& pipe_;
     AscendC::GlobalTensor<half> q_, keys_, v_, anchors_;
     AscendC::TQue<AscendC::TPosition::A1, 1> query_tiles_, anchor_tiles_, step_tiles_;

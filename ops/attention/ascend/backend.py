@@ -46,18 +46,19 @@ def attend(call: Call) -> Results:
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
 
-    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
-    cannot read are gathered. Diagnostics of packed sequences take a launch for each sequence.
+    On Atlas A2, calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding.
+    Pages that it cannot read are gathered, and so are all pages on a 310P. Diagnostics of packed sequences take a
+    launch for each sequence.
     """
     if call.pages is not None:
-        if not decode.reads_pages(call):
+        if architecture() == on_310p.ARCHITECTURE or not decode.reads_pages(call):
             return attend_gathered(attend, call)
         out, lse = decode.decode_pages(call)
         return Results(out.to(call.q.dtype), lse)
     if call.cu_q is not None and call.diagnose:
         return attend_apart(attend, call)
     if call.cu_q is None:
-        call, mask = fold_mask(call)
+        call, mask = fold_mask(call, has_table=architecture() != on_310p.ARCHITECTURE)
         out, lse, largest, counts = _kernels(
             call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask
         )
@@ -111,8 +112,8 @@ def _kernels(
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
     q, k, v = (pad_head_dim(x) for x in (q, k, v))
     if is_310p:
-        out, lse = on_310p.attend(call, q, k, v, lengths)
-        largest = counts = lse.new_empty(0)
+        out, lse, largest = on_310p.attend(call, q, k, v, lengths, None if mask is None else mask.elements)
+        counts = lse.new_empty(0)
     else:
         out, lse, largest, counts = _on_a2(call, q, k, v, lengths, mask)
     if mask is not None:

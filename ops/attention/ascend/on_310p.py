@@ -7,36 +7,84 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.ascend.masks import HALF, find_visits, tile_bits, without_repeats
 from pasa.ops.attention.call import Call
 
 if TYPE_CHECKING:
     from pasa.ops.backends import Request
 
 ARCHITECTURE = "dav-2002"  # the compiler's name
-LACKING = ("paged caches", "windows", "sinks", "max logits", "diagnostics")  # features of the kernels for Atlas A2
+LACKING = ("diagnostics",)  # features of the kernels for Atlas A2
 ROW_STEP = 16  # rows of a fractal, which the kernel takes as a whole: kFractal in ascend_c/tiling/tiling.h
+FARTHEST = 2.0**126  # of a sink: FP32's distance between a score and infinity is infinite, which this chip replaces
 
 
-def attend(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels; q, k and v are FP16 and contiguous, with a head dimension that is a multiple of 16.
 
     The chip saturates whatever `overflow` asks for. No number of the exact recovery does, so results
-    are the same. A single query row sees all keys, so the heads that share a key head become the rows
-    of one tile.
+    are the same. Where a sequence has few rows, the heads that share a key head become rows of one
+    tile, so the keys are read once.
+
+    Parameters
+    ----------
+    lengths : Tensor (B,), INT32, optional
+        Keys of each batch entry.
+    mask : Tensor (B, Hq, Sq, Skv), bool, optional
+        The only limit of the call: nothing else hides a key. Axes that repeat have strides of 0.
+
+    Returns
+    -------
+    out, lse, largest : Tensor
+        As `backend._kernels` returns them.
     """
     kernels, heads, rows = torch.ops.pasa, q.shape[1], q.shape[2]
     keys, *references = kernels.npu_310p_shift(k, lengths, call.scale)
     values = kernels.npu_310p_lay_out(v, lengths)
-    if single := rows == 1:
-        q = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
-    count = q.shape[2]
-    whole = torch.nn.functional.pad(q, (0, 0, 0, -count % ROW_STEP)).contiguous()
-    is_causal = call.is_causal and not single
-    out, lse = kernels.npu_310p_attention(
-        whole, keys, values, *references, lengths, count, k.shape[2], is_causal, call.scale
+    group = heads // k.shape[1]
+    token_rows = group if -(-rows * group // HALF) < group * -(-rows // HALF) else 1
+    count = rows * token_rows
+    missing = -count % ROW_STEP
+    whole = torch.nn.functional.pad(_to_rows(q, token_rows), (0, 0, 0, missing)).contiguous()
+    sinks = None
+    if call.sinks is not None:
+        bounded = call.sinks.float().clamp(-FARTHEST, FARTHEST).view(1, heads, 1, 1).expand(1, heads, rows, 1)
+        sinks = torch.nn.functional.pad(_to_rows(bounded, token_rows)[0, :, :, 0], (0, missing)).contiguous()
+    bits, visits = None, None
+    if mask is not None:
+        mask = _mask_rows(mask, token_rows)
+        bits, visits = tile_bits(mask), find_visits(mask, count, HALF)
+    limits = token_rows, call.is_causal, *call.window, call.scale, call.max_logits
+    out, *numbers = kernels.npu_310p_attention(
+        whole, keys, values, *references, lengths, sinks, bits, visits, count, k.shape[2], *limits
     )
-    out, lse = out[:, :, :count], lse[:, :, :count]
-    return (out.reshape(-1, heads, 1, q.shape[3]), lse.reshape(-1, heads, 1)) if single else (out, lse)
+    lse, largest = (x if x.numel() == 0 else _to_heads(x[:, :, :count, None], token_rows)[..., 0] for x in numbers)
+    lse = lse if sinks is None else lse.masked_fill(lse <= -FARTHEST, -torch.inf)
+    return _to_heads(out[:, :, :count], token_rows), lse, largest
+
+
+def _to_rows(x: Tensor, token_rows: int) -> Tensor:
+    """Return (B, H, S, D) as (B, H / token_rows, S token_rows, D): heads become rows of a token."""
+    rows: Tensor = x.unflatten(1, (-1, token_rows)).transpose(2, 3).flatten(2, 3)
+    return rows
+
+
+def _to_heads(x: Tensor, token_rows: int) -> Tensor:
+    """Return what `_to_rows` made as (B, H, S, D) again."""
+    heads: Tensor = x.unflatten(2, (-1, token_rows)).transpose(2, 3).flatten(1, 2)
+    return heads
+
+
+def _mask_rows(mask: Tensor, token_rows: int) -> Tensor:
+    """Return a mask (B, Hq, Sq, Skv) for rows of `token_rows` heads, with axes of 1 where it repeats."""
+    rows, mask = mask.shape[2], without_repeats(mask)
+    if token_rows == 1 or mask.shape[1:3] == (1, 1):
+        return mask
+    if mask.shape[1] == 1:
+        return mask.repeat_interleave(token_rows, 2)
+    return _to_rows(mask.expand(-1, -1, rows, -1), token_rows)
 
 
 def refusals(request: Request) -> list[str]:
@@ -45,10 +93,13 @@ def refusals(request: Request) -> list[str]:
     if request.dtype == torch.bfloat16:
         reasons.append("an Ascend 310P has no BF16: convert q, k and v to torch.float16")
     if request.options.recovery != "exact":
-        reasons.append(f"the kernels for the Ascend 310P have no recovery {request.options.recovery}, only exact")
+        reasons.append(
+            f"the kernels for the Ascend 310P have no recovery {request.options.recovery}, only exact: their scores "
+            "are FP32, so nothing is to be recovered from FP16"
+        )
     if request.options.softmax != "safe":
         reasons.append(f"the kernels for the Ascend 310P have no softmax {request.options.softmax}, only safe")
     lacking = [name for name in LACKING if name in request.features]
-    if request.mask != "none":
-        lacking.append("masks")
+    if request.mask == "float":
+        lacking.append("float masks")
     return reasons + [f"the kernels for the Ascend 310P have no {name}" for name in lacking]

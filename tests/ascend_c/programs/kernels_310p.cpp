@@ -11,21 +11,37 @@ TWIN_CASE(attend)
     pasa::Settings settings;
     settings.causal = a.number("causal") != 0;
     settings.has_lengths = a.number("lengths") != 0;
+    settings.has_sinks = a.number("sinks") != 0;
+    settings.has_largest = a.number("largest") != 0;
+    settings.left = a.number("left", -1);
+    settings.right = a.number("right", -1);
+    settings.has_mask = a.number("mask") != 0;
+    const auto many = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
+    settings.mask = {many("mask_batches"), many("mask_heads"), many("batch_stride"), many("head_stride"),
+                     many("row_stride")};
     settings.scale = real(a, "scale");
-    const pasa::AttentionTiling tiling = pasa::PlanAttention310P(shape_of(a), settings);
+    pasa::AttentionTiling tiling =
+        pasa::PlanAttention310P(shape_of(a), settings, static_cast<uint32_t>(a.number("token_rows", 1)));
+    pasa::CutKeys(tiling, static_cast<uint32_t>(a.number("parts", 1)));
     const size_t rows = size_t{tiling.batch} * tiling.heads * pasa::RoundUp(tiling.rows, pasa::kFractal);
     auto q = given<half>(a, "q"), keys = given<half>(a, "keys"), v = given<half>(a, "values");
     auto anchors = given<half>(a, "anchors");
     auto units = given<float>(a, "units");
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    auto sinks = given<float>(a, "sinks", settings.has_sinks);
+    auto mask = given<uint8_t>(a, "mask", settings.has_mask);
+    auto visits = given<int64_t>(a, "visits", settings.has_mask);
     std::vector<half> out(rows * tiling.dim);
-    std::vector<float> lse(rows);
-    const pasa::Attention310P pointers{data(q),     data(keys),    data(v),   data(anchors),
-                                       data(units), data(lengths), data(out), data(lse)};
+    std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
+    std::vector<uint8_t> workspace(tiling.workspace_bytes);
+    const pasa::Attention310P pointers{data(q),     data(keys),    data(v),     data(anchors), data(units),
+                                       data(lengths), data(sinks), data(mask),  data(visits),  data(out),
+                                       data(lse),   data(largest), data(workspace)};
     const twin::Report report =
         pasa::AttendOnTwin(pointers, tiling, static_cast<uint32_t>(a.number("cores", 1)), a.options());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
+    if (settings.has_largest) a.save("largest", largest.data(), largest.size());
     return report;
 }
 
@@ -59,13 +75,14 @@ TWIN_CASE(plan)
 {
     pasa::Settings settings;
     settings.exact = arguments.number("exact", 1) != 0;
-    settings.has_sinks = arguments.number("sinks") != 0;
+    settings.has_mask = arguments.number("mask") != 0;
+    settings.causal = arguments.number("causal") != 0;
     settings.unbiased_columns = static_cast<uint32_t>(arguments.number("unbiased_columns"));
     settings.to_bf16 = arguments.number("to_bf16") != 0;
     settings.scale = real(arguments, "scale");
     twin::Report report;
     try {
-        pasa::PlanAttention310P(shape_of(arguments), settings);
+        pasa::PlanAttention310P(shape_of(arguments), settings, static_cast<uint32_t>(arguments.number("token_rows", 1)));
     } catch (const std::invalid_argument& error) {
         report.ok = false;
         report.fault.sentence = error.what();

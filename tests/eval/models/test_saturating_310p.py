@@ -4,19 +4,21 @@ Attention of one layer runs in the kernel for that chip, on the CPU twin of its 
 reference. Embedded is a Qwen2 whose scores pass FP16's range (pasa.eval.kit.overflow_fixture).
 """
 
-from unittest import mock
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-import pasa
+from pasa.eval.kit.experiment import gate
 from pasa.eval.kit.overflow_fixture import inject_overflow
 from pasa.eval.kit.saturating import Saturating
+from pasa.eval.models.saturating import run
 from pasa.ops.attention.ascend import backend as npu_backend
-from pasa.ops.attention.spec import attention as reference
 from tests.ascend_c.twin_build import build_library
 
-TOKENS = 6  # of 64: each takes a model of FP16 products several seconds on a CPU
+RESULTS = Path(run.__file__).parent / "results"
+TOKENS = 6  # of the 64 that the command makes, because each takes seconds on a CPU
 PROMPT = 40
 
 
@@ -28,11 +30,6 @@ def twin_of_310p(shared_folder, monkeypatch):
     assert npu_backend.library_error() is None
     yield
     npu_backend.library_error.cache_clear()
-
-
-@torch.no_grad()
-def generate(model, ids):
-    return model.generate(ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :]
 
 
 def test_results_beyond_fp16_are_replaced():
@@ -48,24 +45,37 @@ def test_results_beyond_fp16_are_replaced():
 
 def test_a_model_whose_scores_saturate_speaks_as_in_fp32(base, ids, twin_of_310p):
     """Plain FP16 gives other text, without any NaN that would say so."""
-    ids, on_twin = ids[:, :PROMPT], []
     wide, _ = inject_overflow(base)
-    wide.set_attn_implementation("eager")
-    expected = generate(wide, ids)
-    half, attend = wide.half(), reference.attend
-    with Saturating() as chip:
-        plain = generate(half, ids)
-        assert torch.isfinite(half(ids).logits).all()
-    assert sum(chip.replaced.values()) > 0
-    assert not torch.equal(plain, expected)
+    result = run.compare(wide, ids[:, :PROMPT], TOKENS, lambda title: None)
+    assert result["gate"]["passed"], result
+    ours = result["runs"]["fp16_pasa"]
+    assert ours["calls"] == base.config.num_hidden_layers * TOKENS
+    assert ours["calls_on_twin"] == TOKENS
 
-    def first_layer_on_twin(call):
-        on_twin.append(len(on_twin) % half.config.num_hidden_layers == 0)
-        return npu_backend.attend(call) if on_twin[-1] else attend(call)
 
-    config = pasa.PasaConfig(overflow="saturate")
-    patched = pasa.patch_pipeline(half, config=config, backend="reference")
-    with Saturating() as chip, mock.patch.object(reference, "attend", first_layer_on_twin), patched:
-        assert torch.equal(generate(half, ids), expected)
-    assert chip.replaced == {}
-    assert sum(on_twin) == TOKENS
+def test_the_stored_run_is_of_64_tokens():
+    result = json.loads((RESULTS / "qwen2" / "saturating.json").read_text("utf-8"))
+    runs = result["runs"]
+    assert result["gate"]["passed"]
+    assert len(runs["fp32"]["tokens"]) == runs["fp16_pasa"]["equal"] == 64
+    assert runs["fp16"]["equal"] < 64
+    assert runs["fp16"]["finite"]
+    assert runs["fp16_pasa"]["calls_on_twin"] == 64
+
+
+@pytest.mark.parametrize("how", [{"model": "llama"}, {"new_tokens": 0}])
+def test_bad_options(how):
+    with pytest.raises(ValueError, match=r"=(0|'llama')"):
+        run.run_saturating(**how)
+
+
+def test_a_failed_run_says_what_failed():
+    run_ = {"tokens": [1], "equal": 0, "finite": True, "replaced": 2, "text": "x", "calls": 3, "calls_on_twin": 1}
+    failed = {
+        "gate": gate({"nothing saturates with pasa": False}),
+        "model": "m",
+        "prompt": {"tokens": 1, "new_tokens": 1},
+    }
+    parts = run.report(failed | {"runs": dict.fromkeys(run.TITLES, run_)})
+    assert "FAILED: nothing saturates with pasa" in parts[1]
+    assert "no NPU ran it" in parts[1]
