@@ -64,9 +64,8 @@ class Bias(NamedTuple):
 
     def run(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bias (B, Hq, Sq, Skv), and bytes (B, Hq, Sq): 1 for rows without keys."""
-        mask = _as_bytes(mask).expand(self.shape)
         bias, empty = _bias_buffers(mask, self.shape)
-        self.launch((mask, bias, empty))
+        self.launch((_as_bytes(mask), bias, empty))
         return bias.expand(self.expanded), empty.expand(self.expanded[:3])
 
 
