@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -104,6 +105,7 @@ class DeviceClock:
                     call.run()
             self._torch.current_stream().wait_stream(stream)
             self._torch.synchronize()
+            gc.collect()  # a graph that is collected during the capture of another one ends it
             with self._torch.graph(graph):
                 out = call.run()
 

@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "pad
 MASKED_DIMS = (64, 80, 128, 192)
 # Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
 DECODING = (
-    *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (256, 2048, 16384)),
+    *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (16, 64, 256, 2048, 16384)),
     *((4, 32, 8, 8, keys, False) for keys in (512, 8192)),
     *((8, 32, 8, 1, keys, True) for keys in (512, 8192)),
     (16, 16, 16, 1, 2048, False),

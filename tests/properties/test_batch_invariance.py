@@ -45,11 +45,11 @@ def test_these_backends_claim_it():
 @pytest.fixture
 def many_splits(monkeypatch):
     """Split short keys too, and as on a device on which the batch decides into how many splits."""
-    monkeypatch.setattr(launch, "FIXED_KEYS", 256)  # two blocks of lanes, or more
+    monkeypatch.setattr(launch, "FIXED_KEYS", 128)  # a split has two blocks of lanes, or more, below 2,048 keys
     monkeypatch.setattr(launch, "FIXED_SPLITS", 4)
     for module in (launch, paged_launch):
         monkeypatch.setattr(module, "processors", lambda _: 12)
-    monkeypatch.setattr(paged_launch, "FIXED_KEYS_OF_TILES", 128)
+    monkeypatch.setattr(paged_launch, "FIXED_KEYS_OF_TILES", 64)
     monkeypatch.setattr(paged_launch, "FIXED_SPLITS_OF_TILES", 2)
     monkeypatch.setattr(plans, "_plans", {})
 
@@ -98,13 +98,14 @@ def test_the_splits_of_long_sequences(kind, monkeypatch):
 
 @pytest.mark.parametrize(("kv_heads", "most"), [(1, 64), (2, 64), (3, 32), (4, 32), (8, 16), (28, 4), (200, 1)])
 def test_one_sequence_occupies_a_gpu(kv_heads, most, monkeypatch):
-    """A long sequence gets splits for the 132 multiprocessors of an H100; a short one gets splits of 1024 keys."""
+    """A long sequence gets splits for the 132 multiprocessors of an H100; a short one gets splits of 2048 keys."""
     monkeypatch.setattr(launch, "processors", lambda _: 132)
     shape = torch.empty(2, kv_heads, 4, 16)
     limits = launch.fixed_limits(KernelCall(shape, shape, shape, 1.0))
     assert limits == (1024, most)
     assert launch.fixed_splits(10**6, *limits) == most
-    assert [launch.fixed_splits(keys, 1024, 64) for keys in (0, 1, 1024, 1025)] == [1, 1, 1, 2]
+    lengths = {0: 1, 1: 1, 2048: 1, 2049: 2, 2**14 - 1: 8, 2**14: 16, 2**14 + 1: 17}
+    assert {keys: launch.fixed_splits(keys, 1024, 64) for keys in lengths} == lengths
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ NVIDIA_CASES = [
             decode_lanes_kernel,
             f"lanes_{arch}_d{dim}" + "_exact" * exact,
             {"EXACT": exact, "CAUSAL": True, "LANES": 4, "PDL": arch == 90} | sizes_of(dim, 16, 2048 // dim),
-            **on_arch(arch, 1 if exact else 4, 1 if exact else 2 if arch == 89 else 4),
+            **on_arch(arch, 1 if exact else 4, 1 if exact else {80: 4, 89: 2, 90: 3}[arch]),
         )
         for arch in (80, 89, 90)
         for dim in (64, 128)

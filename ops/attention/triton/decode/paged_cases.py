@@ -60,7 +60,7 @@ CASES = [
             f"lanes_{arch}_d{dim}_of_{page}" + "_bare" * bare + "_exact" * exact,
             {"ANCHORED": not bare, "EXACT": exact, "LANES": 4, "PAGE": page, "PDL": arch == 90}
             | sizes_of(dim, 16, 2048 // dim),
-            **on_arch(arch, 1 if exact else 4, 1 if exact else 3 if arch == 89 else 7),
+            **on_arch(arch, 1 if exact else 4, 1 if exact else {80: 7, 89: 3, 90: 5}[arch]),
         )
         for arch, dim, page in ((80, 128, 16), (89, 128, 128), (90, 64, 16), (90, 128, 16), (90, 128, 128))
         for bare, exact in ((False, False), (False, True), (True, False))
@@ -87,7 +87,7 @@ CASES = [
                 "lanes_90_d128_of_16",
                 decode_lanes_paged_kernel,
                 {"ANCHORED": True, "LANES": 4} | sizes_of(128, 16, 16),
-                ((4, 7), (1, 1)),
+                ((4, 5), (1, 1)),
             ),
             (
                 "paged_90_128x128_of_16",

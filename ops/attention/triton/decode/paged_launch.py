@@ -31,7 +31,7 @@ from pasa.ops.packed import tile_table
 
 # As FIXED_KEYS and FIXED_SPLITS, for tiles of several queries: the results of their splits take up to 8 times as much
 # memory as those of one query, and the tiles of a prompt occupy a GPU without splits.
-FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES = 4096, 4
+FIXED_KEYS_OF_TILES, FIXED_SPLITS_OF_TILES = 2048, 4
 
 
 @dataclass(frozen=True)

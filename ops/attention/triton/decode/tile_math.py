@@ -14,17 +14,20 @@ UNLIKE = tl.constexpr(3)  # of them may be unlike the others
 # The largest distance of a sampled key from its anchor, relative to the anchor; other keys may lie 2.5 times as far
 # away. The largest of 16 normal numbers lies 1.8 sigma from their mean, so others may lie 4.4 sigma away or more.
 NEAR = tl.constexpr(0.2)
+LONG = tl.constexpr(16)  # splits of a sequence that suffice to occupy a GPU together with its other heads
 
 
 @triton.jit
 def parts_of(keys, splits, LEAST: tl.constexpr):
     """Return how many of `splits` splits share `keys` keys; the others have none.
 
-    LEAST 0: all. Otherwise as many as have LEAST keys each, which does not depend on the other sequences of a batch.
+    LEAST 0: all. Otherwise as many as have LEAST keys each, or twice as many keys where that makes fewer than LONG
+    splits. This does not depend on the other sequences of a batch.
     """
     parts = splits
     if LEAST > 0:
-        parts = tl.minimum(splits, tl.maximum(tl.cdiv(keys, LEAST), 1))
+        each = tl.where(keys < LONG * LEAST, 2 * LEAST, LEAST)
+        parts = tl.minimum(splits, tl.maximum(tl.cdiv(keys, each), 1))
     return parts
 
 
