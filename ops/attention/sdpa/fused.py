@@ -21,7 +21,7 @@ from pasa.ops.devices import ASCEND_310P, npu_chip
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
-CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+CUDNN = torch._scaled_dot_product_cudnn_attention  # the same operator in torch.ops takes the host longer
 FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
 
 
