@@ -1,8 +1,8 @@
 """Read which of two backends serves a shape faster: measured on a device, never searched for while a program runs.
 
 `pasa bench choice` writes measured.json from stored runs of `pasa bench speed`. The registry asks `faster`, when both
-backends can serve a call and give the same guarantee. What is measured on one kind of data counts for all data, so that
-a call's backend depends on its shape alone.
+backends can serve a call and give the same guarantee. What is measured on two kinds of data counts for all data, so
+that a call's backend depends on its shape alone.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Measurement:
     faster : str
         The name of the faster backend; empty if neither is.
     ratios : dict
-        Maps "eager" and "graph" to the speed of `sdpa` over that of `triton`.
+        Maps "eager" and "graph", and the same on biased data ("eager biased"), to the speed of `sdpa` over that of
+        `triton`.
     case : str
         Name of the case in the stored run.
     runs : tuple of str

@@ -374,9 +374,10 @@ def finish_kernel(
             broken = tl.where(m_empty, 0, broken)
             p_tile = p_out + (o_m * stride_om)[:, None] + o_d[None, :]
             tl.store(p_tile, tl.zeros((BLOCK_M, D_PAD), tl.float16), mask=m_tile & m_empty[:, None])
-            b_lse = tl.where(m_empty, -INF, b_lse)
         if SCANNED:
             b_lse += tl.sum(b_q * b_anchor[None, :], 1) * scale
+        if EMPTY:  # after the anchors, because the query may be NaN
+            b_lse = tl.where(m_empty, -INF, b_lse)
         if SCANNED or EMPTY:
             tl.store(p_lse + o_m * stride_lm, b_lse, mask=o_m < rows)
         if tl.maximum(suspect, tl.max(broken, 0)) > 0:

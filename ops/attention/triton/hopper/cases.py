@@ -9,7 +9,7 @@ from pasa.ops.attention.triton.hopper.centre_kernel import TILE, centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import exact_kernel
 from pasa.ops.attention.triton.hopper.launch import CENTRE_WARPS, STAGES
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
-from pasa.ops.attention.triton.tiles import pad_dim
+from pasa.ops.attention.triton.tiles import hopper_pad
 
 # The type of a tensor map in a launch of Triton 3.6; the layout is that of hopper/launch.SWIZZLE.
 TENSOR_MAP = (
@@ -23,7 +23,7 @@ def _case(
 ) -> dict[str, Any]:
     plain = kernel is plain_kernel
     names = ["q", "k", *(["shifted"] if plain else []), "v", "o"]
-    pad = pad_dim(dim)
+    pad = hopper_pad(dim)
     types = {f"{x}_desc": TENSOR_MAP.format(rows=64 if x in "qo" else 128, dim=pad) for x in names}
     types |= {"p_norms": "*fp32", "p_anchors": "*fp16", "p_marked": "*i32", "p_lse": "*fp32"}
     types["scale_log2"] = "fp32"
@@ -44,14 +44,14 @@ def _centre(dim: int) -> dict[str, Any]:
         "name": f"hopper_d{dim}_centre",
         "kernel": centre_kernel,
         "signature": types,
-        "constexprs": {"D": dim, "D_PAD": pad_dim(dim), "BLOCK": TILE.value // pad_dim(dim)},
+        "constexprs": {"D": dim, "D_PAD": hopper_pad(dim), "BLOCK": TILE.value // hopper_pad(dim)},
         "options": {"num_warps": CENTRE_WARPS},
         "architectures": [90],
     }
 
 
 NVIDIA_CASES = [
-    *(_centre(dim) for dim in (40, 64, 72, 80, 128)),
+    *(_centre(dim) for dim in (32, 40, 64, 72, 80, 128)),
     *(_case("plain", dim, plain_kernel) for dim in (64, 128)),
     *(_case("exact", dim, exact_kernel) for dim in (64, 128)),
     *(_case("plain_full", dim, plain_kernel, causal=False) for dim in (64, 128)),
@@ -62,5 +62,5 @@ NVIDIA_CASES = [
     _case("plain_full_pair_unbiased", 128, plain_kernel, causal=False, warpgroups=2, dropped=13),
     *(_case("exact_unbiased", dim, exact_kernel, dropped=dropped) for dim, dropped in ((64, 16), (128, 13))),
     *(_case("plain_unbiased", dim, plain_kernel, dropped=13) for dim in (40, 80)),
-    *(_case("exact", dim, exact_kernel) for dim in (40, 72, 80)),
+    *(_case("exact", dim, exact_kernel) for dim in (32, 40, 72, 80)),
 ]

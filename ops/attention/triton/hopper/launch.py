@@ -49,7 +49,7 @@ MAPS = 64  # the most sets of addresses cached for one geometry
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 40 to 128.
+    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 32 to 128.
 
     Four launches: the first subtracts from the keys what those of a head share, then comes plain
     attention with FP32 softmax. The last two, anchors of key blocks and an exact pass over marked tiles, return

@@ -182,7 +182,8 @@ def short_kernel(
             )  # fmt: skip
     nats = b_max if MASK == "float" else b_max * scale
     nats += tl.sum(b_q.to(tl.float32) * b_frame[None, :], 1) * scale
-    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sink + o_head, D, DROPPED, True, SINKS)
+    p_sinks = p_sink + tl.where(m_row, o_head, 0)  # rows of padding lie behind the last head
+    b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sinks, D, DROPPED, True, SINKS)
     p_rows = p_out + batch * stride_ob + o_head * stride_oh + tl.cast(o_query, tl.int64) * stride_om
     tl.store(p_rows[:, None] + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_q)
     o_lse = batch * stride_lb + o_head * stride_lh + tl.cast(o_query, tl.int64) * stride_lm

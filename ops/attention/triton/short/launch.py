@@ -31,7 +31,7 @@ def tile_for(pad: int, rows: int, keys: int, many: bool) -> Tile:
     width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
     block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
     warps = 1 if many and max(block_m, block_n) * pad <= ONE_WARP else 4
-    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3 if block_n <= 32 else 2)
+    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3)
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -8,12 +8,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.gradients import gradients
+from pasa.ops.attention.triton.backend import _family, portable_attention
+from pasa.ops.attention.triton.decode.launch import decode
+from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill import kernel as prefill_kernel
+from pasa.ops.attention.triton.short.launch import short_attention
 from tests.inputs import DEVICE, max_error, normal_qkv, rmse
 from tests.pages import make_pages
 
@@ -26,10 +31,13 @@ FAMILIES = {
     "prefill-few-keys": ((4, 2), (129, 63), 80),
     "short": ((4, 2), (33, 40), 64),
     "short-more-rows": ((4, 1), (90, 20), 16),
-    "decode-lanes": ((4, 1), (1, 300), 64),
-    "decode-tiles": ((4, 2), (11, 300), 64),
-    "decode-256": ((4, 4), (3, 150), 256),
+    "short-decode": ((4, 2), (11, 300), 64),
+    "short-256": ((4, 4), (3, 150), 256),
+    "decode-lanes": ((4, 1), (1, 400), 64),
+    "decode-tiles": ((4, 2), (11, 400), 64),
+    "decode-256": ((4, 4), (3, 400), 256),
 }
+SERVED = {"prefill": portable_attention, "short": short_attention, "decode": decode}
 FEWER = ["left", "both", "sinks", "high cap", "all"]  # where cases take long
 FEATURES = {
     "left": {"window": (40, -1)},
@@ -82,6 +90,15 @@ def check(q, k, v, config=None, lse_bound=1e-3, **how):
     assert torch.equal(lse > -torch.inf, golden_lse > -torch.inf)
     torch.testing.assert_close(lse.double(), golden_lse, atol=lse_bound, rtol=0)
     torch.testing.assert_close(top.double(), largest_scores(q, k, **how), atol=lse_bound, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_served_by_the_kernels_that_it_is_named_after(family):
+    """Story: calls of 300 keys moved to the kernel for few keys, and nothing tested features of decoding any more."""
+    heads, lengths, dim = FAMILIES[family]
+    q, k, v = (x.to(DEVICE) for x in normal_qkv(heads, lengths, dim))
+    call = KernelCall.of(Call(q, k, v, dim**-0.5, window=(20, 30)))
+    assert _family(call) is SERVED[family.partition("-")[0]]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -260,6 +277,27 @@ def test_sinks_alone():
     for head in (0, 3):
         torch.testing.assert_close(out[:, head, 30:], plain[:, head, 30:], atol=2e-3, rtol=0)
         torch.testing.assert_close(lse[:, head, 30:], plain_lse[:, head, 30:], atol=1e-3, rtol=0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="watches what the interpreter loads")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_sink_is_read_behind_the_last_one(monkeypatch, family):
+    """Story: rows that fill a tile up belong to no head, and their sinks were read from behind the tensor."""
+    heads, lengths, dim = FAMILIES[family]
+    numbers = torch.zeros(4 * heads[0])
+    sinks = numbers[: heads[0]]
+    first, last, end = (numbers.data_ptr() + 4 * at for at in (0, heads[0], len(numbers)))
+    load, read = interpreter.InterpreterBuilder.create_masked_load, []
+
+    def watched(builder, pointers, mask, *how):
+        at = pointers.data[mask.data]
+        read.extend(at[(at >= first) & (at < end)].tolist())
+        return load(builder, pointers, mask, *how)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", watched)
+    pasa.attention(*normal_qkv(heads, lengths, dim), sinks=sinks, backend="triton")
+    assert {(at - first) // 4 for at in read} == set(range(heads[0]))
+    assert all(at < last for at in read)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter loads")

@@ -217,6 +217,22 @@ def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, a
     torch.testing.assert_close(lse[~empty], golden_lse[~empty].float(), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_the_query_of_a_row_without_keys_may_be_anything(bad, dtype):
+    """Story: what anchors took from the scores was added to the log-sum-exp of -inf, which a NaN made NaN."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (40, 600), 16))
+    k += 20
+    q[0, 1, 7, 3] = bad
+    keep = torch.ones(40, 600, dtype=torch.bool, device=DEVICE)
+    keep[7] = False
+    mask = keep if dtype == torch.bool else q.new_zeros(keep.shape).masked_fill(~keep, -torch.inf)
+    out, lse = guard.attend_guarded(Call(q, k, v, 0.25, mask=mask), backend.attend_visible, anchored=True)
+    assert not out[:, :, 7].any()
+    assert (lse[:, :, 7] == -torch.inf).all()
+    assert (lse > -torch.inf).sum() == 2 * 39
+
+
 def test_without_anchors_an_infinite_key_has_the_weight_0_or_makes_the_row_nan():
     """Nothing looks for such keys then. The first query's score is -inf and the second one's inf."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (1, 600), 16))
