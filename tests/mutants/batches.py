@@ -17,8 +17,8 @@ BATCHES = [
     mutant(
         "the splits of a sequence depend on the longest one",
         "ops/attention/triton/decode/tile_math.py",
-        "    if LEAST > 0:\n        parts",
-        "    if LEAST < 0:\n        parts",
+        "    if LEAST > 0:\n        each",
+        "    if LEAST < 0:\n        each",
         f"{BITS}[triton-decode-0]",
     ),
     mutant(

@@ -3,6 +3,7 @@
 from tests.mutants.kernels import CORNERS, FEATURES, FINITE, GAPS, SAMPLES, SUMS, TRITON, mutant
 
 DECODE = "ops/attention/triton/decode/kernel.py"
+SPLIT = "ops/attention/triton/split_kernel.py"
 LANES = "ops/attention/triton/decode/lanes_kernel.py"
 SAMPLING = "ops/attention/triton/decode/tile_math.py"
 OF_DECODE = "tests/ops/attention/triton/test_decode.py::"
@@ -24,14 +25,14 @@ DECODING = [
     ),
     mutant(
         "decoding: the frame is the anchor of the first block, seen or not",
-        DECODE,
+        SPLIT,
         "tl.where(tl.max(b_max, 0) == -INF, b_anchor, b_first)",
         "tl.where(start == begin, b_anchor, b_first)",
         TRITON + "test_padding_before_keys_with_a_bias",
     ),
     mutant(
         "decoding: a value that is not finite does not mark its split",
-        DECODE,
+        SPLIT,
         "b_square = tl.where(finite, b_square, INF)",
         "b_square = tl.where(finite, b_square, b_square)",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
@@ -89,7 +90,7 @@ DECODING = [
     ),
     mutant(
         "decoding: a difference that may be rounded fails no bound",
-        DECODE,
+        SPLIT,
         "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, INF)",
         "b_wide = tl.where(tl.abs(b_wide) <= b_reach[None, :], b_wide, b_wide)",
         OF_DECODE + "test_a_rounded_difference_within_the_limit_of_scores",

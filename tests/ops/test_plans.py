@@ -51,12 +51,12 @@ def attend_as_models(*tensors, **how):
 
 
 CASES = {  # what is called, heads, lengths, head dimension, options, and the launches of each plan
-    "decode": (attend, (4, 2), (1, 300), 64, {}),
-    "decode some rows": (attend, (4, 2), (3, 300), 64, {"is_causal": True}),
-    "decode wide": (attend, (4, 2), (1, 300), 256, {}),
-    "decode masked": (masked, (4, 2), (2, 300), 64, {}),
-    "decode window": (attend, (4, 2), (3, 300), 64, {"window": (100, 0)}),
-    "decode soft cap": (attend, (4, 2), (3, 300), 64, {"softcap": 20.0}),
+    "decode": (attend, (4, 2), (1, 400), 64, {}),
+    "decode some rows": (attend, (4, 2), (3, 400), 64, {"is_causal": True}),
+    "decode wide": (attend, (4, 2), (1, 400), 256, {}),
+    "decode masked": (masked, (4, 2), (2, 400), 64, {}),
+    "decode window": (attend, (4, 2), (3, 400), 64, {"window": (100, 0)}),
+    "decode soft cap": (attend, (4, 2), (3, 400), 64, {"softcap": 20.0}),
     "prefill": (attend, (2, 1), (70, 150), 80, {"is_causal": True}),
     "prefill of models": (attend_as_models, (2, 1), (70, 150), 80, {"is_causal": True}),
     "short": (attend, (2, 1), (25, 25), 64, {}),

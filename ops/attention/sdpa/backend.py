@@ -110,7 +110,7 @@ def _attend_dense(call: Call, kept: list[Any] | None = None) -> Results:
     if guard is None:
         out, lse = _attend_checked(call)
     else:
-        out, lse = guard(call, attend_visible, kept, anchored=pay(call))
+        out, lse = guard(call, attend_visible, fused_attention, kept, anchored=pay(call))
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]

@@ -18,8 +18,9 @@ is faster than one stream for each program.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
 from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
+from pasa.ops.attention.triton.split_kernel import attend_split
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, in_steps
 
 OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once

@@ -7,9 +7,10 @@ depends on the sequence. A mixed batch comes in tiles of a few queries, each wit
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import attend_split, load_queries, store_split
+from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
 from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, parts_of, seen_samples
+from pasa.ops.attention.triton.split_kernel import attend_split
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 

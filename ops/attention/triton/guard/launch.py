@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import Call
-from pasa.ops.attention.sdpa.fused import ALIGNED, fused_attention
 from pasa.ops.attention.triton.guard.kernel import bias_kernel, finish_kernel, scan_kernel, shift_columns_kernel
-from pasa.ops.attention.triton.kernel_call import WIDEST, KernelCall, step_of, strides_of, visible_keys
+from pasa.ops.attention.triton.kernel_call import STEP, WIDEST, KernelCall, step_of, strides_of, visible_keys
 from pasa.ops.attention.triton.launcher import Launch, early, launch, launched_early, prepared
 from pasa.ops.attention.triton.tiles import pad_dim
 from pasa.ops.devices import on_device
@@ -27,6 +26,9 @@ PROGRAMS = 256, 2048  # that look at log-sum-exps alone, or at outputs as well
 LONGEST = 1024  # rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
 BIAS_TILE, BIAS_KEYS = 4096, 1024  # the most elements and keys of a mask that a program writes as numbers at a time
+
+
+Attended: TypeAlias = tuple[Tensor, Tensor]  # output and log-sum-exp
 
 
 class Bias(NamedTuple):
@@ -75,7 +77,7 @@ def _as_bytes(mask: Tensor) -> Tensor:
 
 def _bias_buffers(mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Allocate a bias with aligned rows, and a byte for each row."""
-    padded = (*shape[:3], shape[3] + -shape[3] % ALIGNED)
+    padded = (*shape[:3], shape[3] + -shape[3] % STEP)
     bias = torch.empty(padded, dtype=torch.float16, device=mask.device)[..., : shape[3]]
     return bias, torch.empty(shape[:3], dtype=torch.uint8, device=mask.device)
 
@@ -105,15 +107,18 @@ class Finish(NamedTuple):
 
 
 def attend_guarded(
-    call: Call, attend: Callable[[Call], tuple[Tensor, Tensor]], kept: list[Finish] | None = None, *, anchored: bool
-) -> tuple[Tensor, Tensor]:
+    call: Call, attend: Callable[[Call], Attended], fused: Callable[..., Attended], kept: list[Finish] | None = None,
+    *, anchored: bool,
+) -> Attended:  # fmt: skip
     """Return output and log-sum-exp of a dense FP16 call, whose fused attention is `attend`.
 
     Parameters
     ----------
     call, attend
-        `attend` is called once, with the keys that it is to use. Below a mask, bool or FP16, the fused attention itself
-        is called instead, which may return anything for rows without keys.
+        `attend` is called once, with the keys that it is to use.
+    fused
+        Called instead below a mask, bool or FP16, with q, k, v, the mask as numbers to add, False and the scale. It may
+        return anything for rows without keys.
     kept : list of Finish, optional
         Empty at the first call of a geometry, which leaves its launch there.
     anchored : bool
@@ -126,7 +131,7 @@ def attend_guarded(
         return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept)
     bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]))
     added, empty = bias.run(call.mask)
-    out, lse = fused_attention(call.q, k, call.v, added, False, call.scale)
+    out, lse = fused(call.q, k, call.v, added, False, call.scale)
     return finish(kernel_call, anchors, out, lse, kept, bias, empty)
 
 

@@ -313,9 +313,7 @@ def attention_kernel(
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     if GUARDED and not FAST:
         work = tl.where(tl.load(p_marked) > 0, work, 0)
-    turns = 1
-    if LOOP:
-        turns = tl.cdiv(work - tl.program_id(0), tl.num_programs(0))
+    turns = tl.cdiv(work - tl.program_id(0), tl.num_programs(0)) if LOOP else 1
     for turn in range(turns):
         o_work = tl.program_id(0) + turn * tl.num_programs(0)
         o_batch, o_head, o_tile, begin_q, begin_k, first_block, rows, keys = locate(

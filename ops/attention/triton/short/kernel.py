@@ -8,7 +8,7 @@ may be too large for FP32 sums, or a number is not finite, the program starts ag
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.kernel import attend_split
+from pasa.ops.attention.triton.split_kernel import attend_split
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
     FP16_MAX,
@@ -36,7 +36,6 @@ def attend_unshifted(
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
-    FAST: tl.constexpr = MASK != "float" and CAP == "none"
     b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
@@ -55,8 +54,6 @@ def attend_unshifted(
         b_s = tl.dot(b_q, tl.trans(b_k))
         if CAP != "none":
             b_s = capped_scores(b_s, ratio, CAP)
-        else:
-            b_large = tl.maximum(b_large, tl.abs(b_k), propagate_nan=tl.PropagateNan.ALL)
         if MASK != "none":
             p_tile = p_masks[:, None] + (o_wide * stride_mask_n)[None, :]
             b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
@@ -64,13 +61,17 @@ def attend_unshifted(
             if MASK == "float":
                 b_s = b_s * scale + b_bias
         b_s = tl.where(m_seen, b_s, -INF)
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, True, FAST)
+        m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees makes no program start again
+        if CAP == "none":
+            b_seen = tl.where(m_key[:, None], tl.abs(b_k), 0.0).to(tl.float16)
+            b_large = tl.maximum(b_large, b_seen, propagate_nan=tl.PropagateNan.ALL)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, True, False)
         b_acc = b_acc * alpha[:, None]
         b_v = tl.load(p_values + (o_wide * stride_vn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
         if CAP != "none":
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
-            b_acc = tl.dot(b_p, b_v, b_acc)
+            b_acc = tl.dot(b_p, tl.where(m_key[:, None], b_v, 0.0).to(tl.float16), b_acc)
     good = tl.full((), 1, tl.int32)
     if CAP == "none":  # a maximum may lose a NaN, so a NaN becomes an infinity first
         b_top = tl.max(tl.where(b_large <= FP16_MAX, b_large.to(tl.float32), INF), 0)

@@ -156,7 +156,7 @@ def test_without_a_mask_only_rows_before_the_first_key_have_none():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored, monkeypatch):
+def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
     """CUDA's kernels multiply it by the weight 0, which is NaN, below a finite log-sum-exp."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 600), 16, batch=2))
     keep = torch.ones(2, 1, 1, 600, dtype=torch.bool, device=DEVICE)
@@ -171,10 +171,9 @@ def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored, monkeypatch):
         return out, expected_lse.clone()
 
     call = Call(q, k, v, 0.25, mask=keep)
-    out, _ = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
+    out, _ = guard.attend_guarded(call, backend.attend_visible, fused.fused_attention, anchored=anchored)
     assert max_error(out, expected.double()) <= 4 * HALF_ULP
-    monkeypatch.setattr(guard, "fused_attention", multiply_by_0)
-    out, lse = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, multiply_by_0, anchored=anchored)
     assert max_error(out, expected.double()) <= 4 * HALF_ULP
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
 
@@ -184,7 +183,7 @@ def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored, monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, anchored, monkeypatch):
+def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, anchored):
     """The mask becomes numbers to add with aligned rows, and the rows that see no key are not left to the kernel."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (40, 50), 16, batch=2))
     g = torch.Generator().manual_seed(len(shape))
@@ -207,8 +206,7 @@ def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, a
         empty = (bias == -torch.inf).all(-1)
         return out.masked_fill(empty.unsqueeze(-1), 3.0), lse.masked_fill(empty, 5.0)
 
-    monkeypatch.setattr(guard, "fused_attention", attend)
-    out, lse = guard.attend_guarded(call, backend.attend_visible, anchored=anchored)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, attend, anchored=anchored)
     assert len(seen) == 1
     assert max_error(out, golden) <= 4 * HALF_ULP
     empty = golden_lse == -torch.inf
@@ -227,7 +225,9 @@ def test_the_query_of_a_row_without_keys_may_be_anything(bad, dtype):
     keep = torch.ones(40, 600, dtype=torch.bool, device=DEVICE)
     keep[7] = False
     mask = keep if dtype == torch.bool else q.new_zeros(keep.shape).masked_fill(~keep, -torch.inf)
-    out, lse = guard.attend_guarded(Call(q, k, v, 0.25, mask=mask), backend.attend_visible, anchored=True)
+    out, lse = guard.attend_guarded(
+        Call(q, k, v, 0.25, mask=mask), backend.attend_visible, fused.fused_attention, anchored=True
+    )
     assert not out[:, :, 7].any()
     assert (lse[:, :, 7] == -torch.inf).all()
     assert (lse > -torch.inf).sum() == 2 * 39
@@ -238,7 +238,7 @@ def test_without_anchors_an_infinite_key_has_the_weight_0_or_makes_the_row_nan()
     q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (1, 600), 16))
     q[0, :, 0, 3] = torch.tensor([-1.0, 1.0])
     k[0, 0, 17, 3] = torch.inf
-    out, lse = guard.attend_guarded(Call(q, k, v, 0.25), backend.attend_visible, anchored=False)
+    out, lse = guard.attend_guarded(Call(q, k, v, 0.25), backend.attend_visible, fused.fused_attention, anchored=False)
     golden, golden_lse = pasa.golden_attention(q, *(x[:, :, torch.arange(600) != 17] for x in (k, v)), scale=0.25)
     assert max_error(out[:, 0], golden[:, 0]) <= 4 * HALF_ULP
     torch.testing.assert_close(lse[:, 0], golden_lse[:, 0].float(), atol=1e-4, rtol=1e-6)
@@ -293,7 +293,9 @@ def test_an_infinite_query_whose_scores_are_all_infinite_makes_its_row_nan(keys,
     """On a GPU, cuDNN and memory-efficient attention hide it: they give such a row a finite log-sum-exp."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (keys, keys), 64))
     q[:, :, keys // 2, 3], k[..., 3] = torch.inf, -1.0
-    out, lse = guard.attend_guarded(Call(q, k, v, 0.2, is_causal=is_causal), backend.attend_visible, anchored=False)
+    out, lse = guard.attend_guarded(
+        Call(q, k, v, 0.2, is_causal=is_causal), backend.attend_visible, fused.fused_attention, anchored=False
+    )
     assert out.isnan().all(-1).nonzero()[:, 2].tolist() == [keys // 2] * 4 == lse.isnan().nonzero()[:, 2].tolist()
 
 
@@ -304,7 +306,7 @@ def test_a_whole_call_gives_what_torch_operators_give(limits):
     call.is_causal = limits.get("is_causal", False)
     call.k[..., 0] = 0.0  # so that heads of the second batch entry keep finite scores
     expected, expected_lse = backend._attend_checked(call)
-    out, lse = guard.attend_guarded(call, backend.attend_visible, anchored=True)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, fused.fused_attention, anchored=True)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(lse.isnan(), expected_lse.isnan())
     assert not expected.isnan().all()
