@@ -164,7 +164,7 @@ KERNELS = [
         SHORT,
         "m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0",
         "m_key = o_n < end",
-        "tests/properties/test_invariances.py::test_key_hidden_by_mask_and_causality_together_enters_no_mean",
+        TRITON + "test_a_key_that_no_row_sees_changes_no_bit_of_few_keys",
     ),
     mutant(
         "short: the band is one key wider",

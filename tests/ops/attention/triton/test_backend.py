@@ -130,6 +130,24 @@ def test_short_keys(shape, bias, kind):
     check(q, k, v, "exact", **how)
 
 
+@pytest.mark.parametrize("far", [60000.0, torch.nan])
+def test_a_key_that_no_row_sees_changes_no_bit_of_few_keys(far):
+    """Norms of these keys ask for an anchor, but the columns of queries and keys do not, so it would change bits."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 32, generator=g).to(DEVICE) for n in (6, 20, 20))
+    q[..., 0] *= 100
+    k[..., 1] += 300
+    mask = torch.ones(6, 20, dtype=torch.bool, device=DEVICE)
+    mask[:, 19] = False
+    q, k, v = q.half(), k.half(), v.half()
+    hidden = k.clone()
+    hidden[..., 19, :] = far
+    expected, found = (
+        pasa.attention(q, each, v, attn_mask=mask, scale=1.0, return_lse=True, backend="triton") for each in (k, hidden)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 @pytest.mark.parametrize("lengths", [(25, 25), (40, 1)])
 @pytest.mark.parametrize("tensor", ["q", "k", "v"])
 @pytest.mark.parametrize("causal", [False, True])
