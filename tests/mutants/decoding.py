@@ -14,7 +14,7 @@ DECODING = [
         DECODE,
         "begin < rows - 1 + diagonal - span, begin",
         "begin < diagonal - span, begin",
-        FEATURES + "test_agrees_with_fp64[decode-tiles-wide]",
+        FEATURES + "test_agrees_with_fp64[decode-tiles-wider]",
     ),
     mutant(
         "decoding: a block counts as seen whole one key too early",

@@ -21,6 +21,20 @@ REACH = OF_SDPA + "test_nan_and_infinity_reach_the_rows_that_see_them[other guar
 
 FUSED = [
     mutant(
+        "a NaN query of a row without keys makes its log-sum-exp NaN",
+        GUARD,
+        "b_lse = tl.where(m_empty, -INF, b_lse)",
+        "b_lse = tl.where(m_empty & (b_lse == b_lse), -INF, b_lse)",
+        OF_GUARD + "test_the_query_of_a_row_without_keys_may_be_anything",
+    ),
+    mutant(
+        "rows without keys are left to the fused kernel",
+        GUARD,
+        "tl.where(b_any > 0, 0, 1)",
+        "tl.where(b_any > 0, 0, 0)",
+        OF_GUARD + "test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0",
+    ),
+    mutant(
         "an anchor of keys that differ by a factor of four",
         ANCHORS,
         "farthest <= 3 * nearest",

@@ -21,9 +21,10 @@ from tests.ops.attention.triton.test_backend import CONFIGS
 LOWEST = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = {  # rows, keys, head dim
     "prefill": (70, 150, 32),
-    "decode by lanes' head dims": (3, 150, 64),
-    "decode by tiles' head dims": (3, 90, 160),
+    "decode by lanes' head dims": (3, 450, 64),
+    "decode by tiles' head dims": (3, 390, 160),
     "short": (25, 40, 32),
+    "short in several blocks": (3, 150, 64),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 
 import pasa
 from pasa import PasaConfig
+from pasa.ops.attention.triton.short.launch import DECODE_KEYS
 from pasa.ops.attention.triton.tiles import tiles_for
 from tests.inputs import DEVICE, normal_qkv
 from tests.ops.attention.spec.test_gradients import check as check_gradients
@@ -113,7 +114,7 @@ def test_decode(dim, tile, shared):
     Few rows are served by tiles (head dims above 128) and by lanes, without and with anchors.
     """
     for gap in range(0, tile, 3 if shared else 1):
-        q, k, v = normal_qkv((4, 2), (3, 3 + 64 + gap), dim)
+        q, k, v = normal_qkv((4, 2), (3, 3 + DECODE_KEYS + gap), dim)
         q = even(q)
         if shared:
             offset(q, k)
@@ -124,8 +125,8 @@ def test_decode(dim, tile, shared):
 def test_masked_decode(dim):
     """Masked decoding sees the right keys; the mask differs by head and row."""
     for gap in [0, 1, 15, 30, 31, 62, 63]:
-        q, k, v = normal_qkv((4, 2), (3, 70 + gap), dim)
-        keep = torch.rand(4, 3, 70 + gap, generator=torch.Generator().manual_seed(gap)) < 0.9
+        q, k, v = normal_qkv((4, 2), (3, DECODE_KEYS + 6 + gap), dim)
+        keep = torch.rand(4, 3, k.shape[2], generator=torch.Generator().manual_seed(gap)) < 0.9
         judge(even(q), k, v, *attend(even(q), k, v, attn_mask=keep, is_causal=True), keep)
 
 
@@ -134,6 +135,17 @@ def test_short_keys():
     for keys in range(1, TILE + 1):
         q, k, v = normal_qkv((2, 1), (40, keys), 16)
         judge(even(q), k, v, *attend(even(q), k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_short_keys_in_several_blocks(shared):
+    """Few rows see each block of a short sequence as far as they should, in the first pass and in the restart."""
+    for gap in range(0, 32, 3 if shared else 1):
+        q, k, v = normal_qkv((4, 2), (3, 3 + 64 + gap), 64)
+        q = even(q)
+        if shared:
+            offset(q, k)
+        judge(q, k, v, *attend(q, k, v, is_causal=True))
 
 
 @pytest.mark.parametrize(

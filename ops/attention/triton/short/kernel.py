@@ -25,11 +25,11 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def attend_unshifted(
-    b_q, p_keys, p_values, p_masks, o_query, m_row, begin, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
+    b_q, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
     stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys from `begin` to `end`; arguments as in `attend_split`.
+    """Attend to the keys up to `end`; arguments as in `attend_split`.
 
     Returns maxima, sums and products with the values, and whether they hold: rows may be wrong where the sum of their
     products |q k|, taken with the largest |k| of each column, exceeds `ANCHOR_LIMIT`, or a number is not finite.
@@ -41,7 +41,7 @@ def attend_unshifted(
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
     b_large = tl.zeros((BLOCK_N, D_PAD), tl.float16)
     offset = tl.zeros_like(b_max)
-    for start in range(begin, end, BLOCK_N):
+    for start in range(0, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         o_wide = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
         m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
@@ -155,19 +155,17 @@ def short_kernel(
     p_masks = (
         p_mask + batch * stride_mask_b + o_head * stride_mask_h + tl.cast(o_query, tl.int64) * stride_mask_m
     )  # fmt: skip
-    # the keys that some row of the tile sees
+    # Some row of the tile sees the last key before `end`. Keys before all windows are cut off (`Call.narrowed`).
     last = tl.minimum(first + BLOCK_M, group * rows) - 1
     one_head = first // rows == last // rows
     diagonal = keys - rows
-    begin = 0
     end = keys
     if WINDOW:
         diagonal += right
-        begin = tl.maximum(tl.where(one_head, first % rows, 0) + diagonal - span, 0) // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
     b_max, b_sum, b_acc, good = attend_unshifted(
-        b_q, p_keys, p_values, p_masks, o_query, m_row, begin, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
+        b_q, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
         stride_mask_n, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
     )  # fmt: skip
     b_frame = tl.zeros((D_PAD,), tl.float32)
@@ -177,7 +175,7 @@ def short_kernel(
             longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc), b_frame,
-                tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query, m_row, begin, end,
+                tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query, m_row, 0, end,
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
                 "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
             )  # fmt: skip

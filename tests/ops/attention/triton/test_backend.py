@@ -213,16 +213,16 @@ def test_head_dims(name, dim):
 @pytest.mark.parametrize(
     ("arithmetic", "kind", "shape"),
     pairwise(
-        [(name, rows) for name in CONFIGS for rows in (40, 3)],  # prefill and decode
+        [(name, lengths) for name in CONFIGS for lengths in ((40, 150), (3, 450))],  # prefill and decode
         ("bool", "float"),
-        [(2, 4, 40, 150), (2, 1, 1, 150), (40, 1), (150,)],
+        [(2, 4, 40, 150), (2, 1, 1, 150), (40, 1), (150,)],  # of 40 rows and 150 keys
     ),
     ids=str,
 )
 def test_masks_broadcast(arithmetic, kind, shape):
-    name, rows = arithmetic
-    q, k, v = normal_qkv((4, 2), (rows, 150), 32, batch=2)
-    shape = tuple(rows if n == 40 else n for n in shape)
+    name, (rows, keys) = arithmetic
+    q, k, v = normal_qkv((4, 2), (rows, keys), 32, batch=2)
+    shape = tuple({40: rows, 150: keys}.get(n, n) for n in shape)
     g = torch.Generator().manual_seed(3)
     keep = torch.rand(shape, generator=g) < 0.6
     mask = keep if kind == "bool" else torch.where(keep, torch.randn(shape, generator=g), -torch.inf)

@@ -45,6 +45,7 @@ FEATURES = {
     "both": {"window": (20, 30)},
     "diagonal": {"window": (0, 0)},
     "wide": {"window": (110, 2)},
+    "wider": {"window": (390, 2)},  # keys before it are cut off, and enough for the decoding kernels are left
     "whole blocks": {"window": (210, 5)},  # some that every row of a tile sees
     "causal": {"window": (70, -1), "is_causal": True},
     "sinks": {"sinks": SINKS},
@@ -97,7 +98,7 @@ def test_a_family_is_served_by_the_kernels_that_it_is_named_after(family):
     """Story: calls of 300 keys moved to the kernel for few keys, and nothing tested features of decoding any more."""
     heads, lengths, dim = FAMILIES[family]
     q, k, v = (x.to(DEVICE) for x in normal_qkv(heads, lengths, dim))
-    call = KernelCall.of(Call(q, k, v, dim**-0.5, window=(20, 30)))
+    call = KernelCall.of(Call(q, k, v, dim**-0.5, window=FEATURES["wider"]["window"]).narrowed())
     assert _family(call) is SERVED[family.partition("-")[0]]
 
 
@@ -108,9 +109,15 @@ def test_agrees_with_fp64(family, feature):
     check(*normal_qkv(heads, lengths, dim, batch=2), **FEATURES[feature])
 
 
+@pytest.mark.parametrize("window", [(30, 0), (30, -1), (-1, 0), (29, 1)])
+def test_a_tile_of_several_heads_ends_with_the_keys_of_the_last_row(window):
+    """The first of two tiles ends with row 3 of a head, and holds row 14 of others, which sees more keys."""
+    check(*normal_qkv((8, 1), (15, 300), 64), window=window)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("feature", ["both", "causal", "sinks", "low cap", "all"])
-@pytest.mark.parametrize("family", ["prefill", "short", "decode-tiles"])
+@pytest.mark.parametrize("family", ["prefill", "short", "short-decode", "decode-tiles"])
 def test_beside_a_mask(family, feature, kind):
     heads, (rows, keys), dim = FAMILIES[family]
     keep = torch.rand(2, 1, rows, keys, generator=torch.Generator().manual_seed(4)) < 0.7
