@@ -44,7 +44,7 @@ def shape_of(case: Record) -> Shape:
 
 
 def verdict(ratios: Mapping[str, float], rows: int = 1) -> str:
-    """Return the backend that is slower than the other one by less, where it is slowest; empty within the margin.
+    """Return the backend whose worst slowdown is smaller; empty if they differ by no more than the margin.
 
     `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured. Eager calls
     that wait for the host count in decoding alone (`rows`), where each token waits. The layers of a prompt wait little:
@@ -54,10 +54,11 @@ def verdict(ratios: Mapping[str, float], rows: int = 1) -> str:
         ratios = {how: each for how, each in ratios.items() if how.startswith("graph")} or ratios
     if not ratios:
         return ""
-    lost, others_loss = max(1.0, *ratios.values()), max(1.0, *(1 / each for each in ratios.values()))
-    if lost > MARGIN * others_loss:
+    slowdown_of_preferred = max(1.0, *ratios.values())
+    slowdown_of_other = max(1.0, *(1 / each for each in ratios.values()))
+    if slowdown_of_preferred > MARGIN * slowdown_of_other:
         return OTHER
-    return PREFERRED if others_loss > MARGIN * lost else ""
+    return PREFERRED if slowdown_of_other > MARGIN * slowdown_of_preferred else ""
 
 
 def measurements(runs: Sequence[Record]) -> list[Measurement]:

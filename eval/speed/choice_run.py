@@ -21,7 +21,7 @@ from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import SpeedCase
 from pasa.eval.speed.choice import BACKENDS, OTHER, PREFERRED, WAYS, measurements, shape_of
 from pasa.eval.speed.implementations import CUDNN, select_implementations
-from pasa.eval.speed.run import measure_entrants, summarise
+from pasa.eval.speed.run import measure_case, summarise
 from pasa.ops import measured
 
 # Of each kind of `pasa.ops.measured.kind_of_dim`, one.
@@ -89,14 +89,17 @@ def run_grid(
 
     def measure(name: str) -> dict[str, Any]:
         case = cases[name]
-        entrants = measure_entrants(case, case.inputs(clock.device), implementations, clock, bandwidth, rounds)
-        return {"records": [record for record, _ in entrants]}
+        return {"records": measure_case(case, implementations, clock, bandwidth, rounds, split_up=False)[0]}
 
     with torch.inference_mode():
         done = kept.fill(list(cases), measure, minutes, progress)
     records = [record for each in done for record in each["records"]]
     measured_cases = [cases[name] for name in cases if name in kept.records]
-    return summarise(measured_cases, records, (), implementations, clock, bandwidth, rounds)
+    result = summarise(measured_cases, records, (), implementations, clock, bandwidth, rounds)
+    if missing := len(cases) - len(measured_cases):
+        failures = [f"{missing} of {len(cases)} cases are left", *result["gate"]["failures"]]
+        result["gate"] = {"passed": False, "failures": failures}
+    return result
 
 
 def run_choice(

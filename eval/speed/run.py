@@ -106,39 +106,27 @@ def summarise(
 
 
 def measure_case(
-    case: SpeedCase, implementations: Sequence[Implementation], clock: Clock, bandwidth: float, rounds: int
-) -> tuple[list[Record], list[Record]]:
-    """Return the records of a case, and how the time of PASA's default mode splits into its parts."""
-    try:
-        inputs = case.inputs(clock.device)
-        entrants = measure_entrants(case, inputs, implementations, clock, bandwidth, rounds)
-    except Exception as error:  # out of memory, or the device failed in an earlier case
-        failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {error_line(error)}"}
-        return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
-    ours = [
-        call
-        for record, call in entrants
-        if call and (record["implementation"], record["how"], record["status"]) == ("pasa", "eager", OK)
-    ]
-    parts = [split(case, inputs, call, clock, rounds) for call in ours if case.data == "randn"]
-    return [record for record, _ in entrants], parts
-
-
-def measure_entrants(
     case: SpeedCase,
-    inputs: Inputs,
     implementations: Sequence[Implementation],
     clock: Clock,
     bandwidth: float,
     rounds: int,
-) -> list[Entrant]:
-    """Judge and time the implementations on a case, in eager calls and, where it says so, in CUDA graphs."""
-    gate = Gate(case, inputs)
+    split_up: bool = True,
+) -> tuple[list[Record], list[Record]]:
+    """Return the records of a case, and how the time of PASA's default mode splits into its parts, if `split_up`."""
+    try:
+        inputs = case.inputs(clock.device)
+        gate = Gate(case, inputs)
+    except Exception as error:  # out of memory, or the device failed in an earlier case
+        failed = {"how": "eager", "status": NOT_RUN, "why": f"inputs and FP64 truth: {error_line(error)}"}
+        return [{"case": case.name, "implementation": each.name} | failed for each in implementations], []
     eager = [enter(case, each, inputs, gate, clock) for each in implementations]
     graphed = [in_graph(*each, clock) for each in eager] if case.graphed else []
     for group in (eager, graphed):
         take_times(case, group, clock, bandwidth, rounds)
-    return [*eager, *graphed]
+    ours = [call for record, call in eager if call and record["implementation"] == "pasa" and record["status"] == OK]
+    parts = [split(case, inputs, call, clock, rounds) for call in ours if split_up and case.data == "randn"]
+    return [record for record, _ in (*eager, *graphed)], parts
 
 
 def enter(case: SpeedCase, implementation: Implementation, inputs: Inputs, gate: Gate, clock: Clock) -> Entrant:

@@ -78,7 +78,7 @@ def _attend_planned(call: Call) -> Results:
 def _is_direct(call: Call) -> bool:
     """Return whether one call of cuDNN on the tensors themselves serves a call for CUDA, before `finish`.
 
-    A mask has to be bool, because others may be changed first (`fitting_mask`).
+    A mask has to be bool, because a float mask may be changed first (`fitting_mask`).
     """
     full = not call.is_causal or call.q.shape[2] in (1, call.k.shape[2])
     if call.mask is not None:

@@ -23,7 +23,7 @@ ANCHOR_GAIN = tl.constexpr(4.0)
 def in_steps(a, b, c, STEP: tl.constexpr):
     """Return three strides, multiples of STEP, so that the compiler knows it.
 
-    It looks for multiples of 16 alone. With heads like D = 72 it would load two bytes at a time.
+    Triton looks for multiples of 16 alone. With heads like D = 72 it would load two bytes at a time.
     """
     return a // STEP * STEP, b // STEP * STEP, c // STEP * STEP
 

@@ -155,3 +155,30 @@ def test_the_grid_fits_the_limits_of_a_case():
     assert max(case.flops for case in choice_run.GRID) <= 5e12
     assert max(case.bytes for case in choice_run.GRID) <= 10e9
     assert len({case.name for case in choice_run.GRID}) == len(choice_run.GRID)
+
+
+def test_a_run_of_the_grid_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """A case that was measured is not run again, and a run without all cases does not pass."""
+    names, run = ["one", "two", "three"], []
+    monkeypatch.setattr(choice_run, "GRID", tuple(dataclasses.replace(CASE, name=name) for name in names))
+    monkeypatch.setattr(choice_run, "CudaClock", fakes.FakeClock)
+    monkeypatch.setattr(choice_run, "copy_bandwidth", lambda clock: 1e12)
+
+    def measure_case(case, *arguments, split_up):
+        assert not split_up
+        if case.name == "two" and "two" not in run:
+            run.append("two")
+            raise KeyboardInterrupt
+        run.append(case.name)
+        return [{"case": case.name, "implementation": "pasa", "how": "eager", "status": "ok", "median_ms": 1.0}], []
+
+    monkeypatch.setattr(choice_run, "measure_case", measure_case)
+    with pytest.raises(KeyboardInterrupt):
+        choice_run.run_grid(folder=tmp_path)
+    cut = choice_run.run_grid(folder=tmp_path, minutes=0.0)
+    assert [case["name"] for case in cut["cases"]] == ["one"]
+    assert cut["gate"] == {"passed": False, "failures": ["2 of 3 cases are left"]}
+    whole = choice_run.run_grid(folder=tmp_path)
+    assert run == ["one", "two", "two", "three"]
+    assert [record["case"] for record in whole["records"]] == names
+    assert whole["gate"]["passed"]

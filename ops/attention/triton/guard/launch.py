@@ -50,8 +50,10 @@ class Bias(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor, expanded: tuple[int, ...]) -> Bias:
         """Prepare the launch for a mask, bool or FP16, of up to 4 dimensions, whose rows are all keys."""
-        shape = (*(1,) * (4 - mask.dim()), *mask.shape[:-1], expanded[3])
-        mask = _as_bytes(mask).expand(shape)
+        mask = _as_bytes(mask).expand((*(1,) * (4 - mask.dim()), *mask.shape[:-1], expanded[3]))
+        for axis in range(3):  # a mask may come expanded
+            mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 else mask
+        shape = tuple(mask.shape)
         (batch, heads, rows, keys), kind = shape, "bool" if mask.dtype == torch.uint8 else "float"
         block_n = min(BIAS_KEYS, max(16, 1 << (keys - 1).bit_length()))
         block_m = min(BIAS_TILE // block_n, 1 << (rows - 1).bit_length())
