@@ -1,7 +1,7 @@
 """Find out from runs of the benchmark which of our backends serves a shape faster, and check what is chosen.
 
 `pasa/ops/measured.py` reads the table that `measurements` makes. The choice may not depend on data, so where a kernel's
-time does, it is measured on N(0, 1) and on biased data, and the backend is chosen that loses less where it loses most.
+time does, it is measured on N(0, 1) and on biased data. The backend is chosen whose worst slowdown is smaller.
 """
 
 from __future__ import annotations

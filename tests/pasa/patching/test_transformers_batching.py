@@ -123,7 +123,7 @@ def test_callbacks_see_each_sequence_with_its_keys(small):
 
 
 def test_flash_attention_does_not_replace_pasa(small, monkeypatch):
-    """Where flash attention is installed, transformers switches other models to it."""
+    """Transformers switches other models to flash attention where that is installed."""
     from transformers.generation.continuous_batching import continuous_api
 
     for version in (2, 3):
@@ -199,7 +199,7 @@ def test_a_manager_that_was_kept_is_refused_after_a_patch_or_its_end(small, befo
     [("use_cuda_graph", (True, False)), ("varlen_compile_config", object()), ("use_cuda_graph", True)],
 )
 def test_padded_batches_are_refused_at_the_start(small, monkeypatch, field, value):
-    """On a machine without a GPU transformers turns graphs off itself, so the resolved settings are replaced."""
+    """Transformers turns graphs off itself on a machine without a GPU, so the resolved settings are replaced."""
     from transformers.generation.continuous_batching import continuous_api
 
     resolve = continuous_api.resolve_continuous_batching_config
@@ -226,7 +226,7 @@ def test_arguments_beyond_packed_sequences_are_refused(name):
 
 
 def test_transformers_still_decides_where_pasa_replaces_the_decision():
-    """If this fails, transformers has moved its interface, and then refuses PASA or replaces it by flash attention."""
+    """Transformers has moved its interface if this fails, and then refuses PASA or replaces it by flash attention."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
     assert [*inspect.signature(PagedAttentionCache.update).parameters] == transformers_serving.UPDATE

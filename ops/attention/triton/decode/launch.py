@@ -174,7 +174,7 @@ def lane_stages(architecture: str) -> int:
 
     A stage is 32 KiB of K and V, and weights of columns take 16. So 4 stages take 144 KiB of shared
     memory, and 2 take 80 of the 99 KiB that sm_89 has. With 3, a multiprocessor of sm_90 runs two
-    programs, which hide each other's start and end: 1 to 2 % faster on an H100.
+    programs, which hide each other's start and end.
     """
     return {"sm_89": 2, "sm_90": 3}.get(architecture, 4)
 

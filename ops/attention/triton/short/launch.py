@@ -10,7 +10,8 @@ from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
 DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
-BLOCK, BLOCK_ELEMENTS = 64, 4096  # keys, and elements of their tile, that a program holds at a time
+BLOCK = 64  # keys, and rows, that a program holds at a time, at most
+PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many rows attend to them
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
@@ -18,7 +19,7 @@ ONE_WARP, MANY = 2048, 16
 
 def is_short(call: KernelCall) -> bool:
     """Return whether one program goes through all keys of its rows."""
-    most = DECODE_KEYS if call.decodes else min(BLOCK, BLOCK_ELEMENTS // pad_dim(call.q.shape[-1]))
+    most = DECODE_KEYS if call.decodes else min(BLOCK, PROMPT_ELEMENTS // pad_dim(call.q.shape[-1]))
     return call.cu_k is None and 0 < call.keys <= most
 
 

@@ -141,7 +141,7 @@ def test_a_case_alone_gives_the_same_numbers() -> None:
 
 
 def test_where_the_error_of_hybrid_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On hybrid(0,10) the scores above their reference cause most of what FP16 adds to the error of FP32 scores.
+    """Scores above their reference cause most of what FP16 adds to the error of FP32 scores on hybrid(0,10).
 
     A lower reach would avoid it, and keep three times as many tiles in FP32.
     """

@@ -290,7 +290,7 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
 @pytest.mark.parametrize("keys", [1, 3, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_an_infinite_query_whose_scores_are_all_infinite_makes_its_row_nan(keys, is_causal):
-    """On a GPU, cuDNN and memory-efficient attention hide it: they give such a row a finite log-sum-exp."""
+    """CuDNN and memory-efficient attention hide it on a GPU: they give such a row a finite log-sum-exp."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (keys, keys), 64))
     q[:, :, keys // 2, 3], k[..., 3] = torch.inf, -1.0
     out, lse = guard.attend_guarded(
