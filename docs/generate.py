@@ -45,6 +45,7 @@ from pasa.eval.random_calls import run as calls
 from pasa.eval.research.fp8_scaling import overhead
 from pasa.eval.research.fp8_scaling import run as fp8
 from pasa.eval.research.rl import run as rl
+from pasa.eval.speed import choice_run, random_report
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.ring import run as ring
 from pasa.eval.speed.watching import run as watching
@@ -266,6 +267,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "paged": speed_report.readme_paged,
     "guards": speed_report.readme_guards,
     "data": speed_report.readme_data,
+    "grid": block("grid", choice_run.grid_table),
+    "random_speed": block("random", random_report.ratio_table, random_report.progress),
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),
     "soak_sdpa": partial(random_calls, "soak_sdpa"),

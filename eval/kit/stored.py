@@ -18,6 +18,8 @@ RESULTS = {
     "kernels": ROOT / "eval/accuracy/rmse/results/kernels.json",
     "speed": ROOT / "eval/speed/results/speed.json",
     "paged": ROOT / "eval/speed/results/paged/speed.json",
+    "grid": ROOT / "eval/speed/results/choice/grid.json",
+    "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",
     "counters": ROOT / "eval/speed/results/counters.json",

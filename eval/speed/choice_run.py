@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from pasa.eval.kit.cases_file import CasesFile
 from pasa.eval.kit.device import describe
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import Minutes, at_least
+from pasa.eval.kit.stored import pick
 from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import CudaClock, copy_bandwidth
 from pasa.eval.speed import report as speed_report
@@ -35,14 +37,17 @@ DECODING = (
     *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (16, 64, 256, 2048, 16384)),
     *((4, 32, 8, 8, keys, False) for keys in (512, 8192)),
     *((8, 32, 8, 1, keys, True) for keys in (512, 8192)),
+    *((4, heads, kv_heads, 16, keys, False) for heads, kv_heads in ((32, 2), (16, 16)) for keys in (64, 1024, 16384)),
     (16, 16, 16, 1, 2048, False),
 )
+CROSS = (2048, 16), (256, 8192)  # rows and keys
 
 
-def _prefill(kind: str, heads: int, tokens: int, dim: int) -> SpeedCase:
+def _prefill(kind: str, heads: int, rows: int, keys: int, dim: int) -> SpeedCase:
     """Return a case with as many batch entries of up to 16 heads as make up `heads`, at least two of a padded batch."""
     batch = max(heads // 16, 2 if kind == "padded" else 1)
-    sizes = batch, heads // batch, heads // batch, tokens, tokens, dim
+    tokens = f"{rows}" if rows == keys else f"{rows}x{keys}"
+    sizes = batch, heads // batch, heads // batch, rows, keys, dim
     return SpeedCase(f"{kind}-{heads}x{tokens}-d{dim}", *sizes, graphed=True, **KINDS[kind])
 
 
@@ -54,11 +59,12 @@ def _decoding(batch: int, heads: int, kv_heads: int, rows: int, keys: int, padde
 
 PLAIN = (
     *(
-        _prefill(kind, heads, tokens, dim)
+        _prefill(kind, heads, tokens, tokens, dim)
         for kind in KINDS
         for dim in (MASKED_DIMS if kind == "padded" else DIMS)
         for heads, tokens in (*product(HEADS, TOKENS), (MOST_HEADS, TOKENS[0]))
     ),
+    *(_prefill("full", heads, *sizes, dim) for dim in DIMS for heads in HEADS for sizes in CROSS),
     *(_decoding(*sizes, dim) for dim in DIMS for sizes in DECODING),
 )
 # The time of our kernel for Hopper hardly depends on data. That of the others does.
@@ -145,6 +151,45 @@ def report(result: dict[str, Any]) -> list[Table | str]:
     if result["written"]:
         texts.append(f"Written: {result['written']}")
     return [Table("Measured choices", header, rows), *texts]
+
+
+def grid_table(result: dict[str, Any]) -> Table:
+    """Return the speeds of both backends over kinds of cases of a stored grid, and which of them is chosen there."""
+    names = tuple(BACKENDS)
+    groups: dict[str, dict[tuple[str, bool], list[float]]] = {}
+    chosen: dict[str, dict[str, str]] = {}
+    capability = result["environment"]["capability"]
+    for case in result["cases"]:
+        shape = shape_of(case)
+        biased, label = case["data"] != "randn", _group(shape)
+        ratios = groups.setdefault(label, {})
+        for each in pick(result["records"], case=case["name"], how="graph"):
+            if each["implementation"] in names and each["to_cudnn"]:
+                ratios.setdefault((each["implementation"], biased), []).append(each["to_cudnn"])
+        plain = case["name"].removesuffix("+channels")
+        chosen.setdefault(label, {})[plain] = measured.faster(capability, shape) or PREFERRED
+    rows = []
+    for label, ratios in groups.items():
+        cells = [" / ".join(_range(ratios[name, b]) for b in (False, True) if (name, b) in ratios) for name in names]
+        taken = list(chosen[label].values())
+        counts = [f"`{each}` in {taken.count(each)}" for each in BACKENDS.values() if each in taken]
+        rows.append([label, *cells, " and ".join(counts)])
+    header = ["calls", "our kernels", f"`{OTHER}`", "chosen"]
+    note = "Speed in a CUDA graph, as times that of cuDNN, on N(0, 1) / biased data, and the number of shapes."
+    return Table("Speed by kind of call", header, rows, note)
+
+
+def _group(shape: measured.Shape) -> str:
+    dims = f"D {'up to' if shape.dim <= 128 else 'above'} 128"
+    if shape.rows <= measured.DECODING:
+        return f"decoding, {'left-padded, ' if shape.mask != 'none' else ''}{dims}"
+    if shape.rows != shape.keys:
+        return f"cross-attention, {dims}, {shape.rows:,} rows and {shape.keys:,} keys"
+    return f"{'causal or full' if shape.mask == 'none' else 'left-padded'}, {dims}, {shape.rows:,} tokens"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 GRID_EXPERIMENT = Experiment(

@@ -25,12 +25,16 @@ METHOD = (
 
 def report(result: Record) -> list[Table | str]:
     """Return what is shown in the terminal."""
-    done, settings = len(result["records"]), result["settings"]
-    count = f"{done} of {settings['cases']} cases of seed {settings['seed']} are done."
     beside, failed = other_table(result), failed_table(result)
     shown = [each for each in (beside, failed) if each.rows]
     tables = [ratio_table(result), slow_table(result), host_table(result), *shown]
-    return [f"{outcome(result)} {count}", *tables, METHOD, *absences(result), origin(result)]
+    return [f"{outcome(result)} {progress(result)}", *tables, METHOD, *absences(result), origin(result)]
+
+
+def progress(result: Record) -> str:
+    """Return how many cases are done."""
+    settings = result["settings"]
+    return f"{len(result['records'])} of {settings['cases']} cases of seed {settings['seed']} are done."
 
 
 def ratio_table(result: Record) -> Table:

@@ -6,6 +6,7 @@ import generate
 import pytest
 
 from pasa.eval.kit.stored import RESULTS
+from pasa.eval.speed.choice import wrong
 
 
 def test_generated_parts_are_up_to_date():
@@ -29,6 +30,7 @@ MISSED = {
     "whole_amplified": ["amplified_top1"],
     "whole_smollm2": ["smollm2_top1"],
     "backends on h200": ["triton on hybrid(0,10)"],
+    "random": ["every case", "median", "1st percentile", "minimum", "host time"],
 }
 """What a stored run missed of its gate. Its page says so, and why."""
 
@@ -40,6 +42,8 @@ def test_stored_runs_passed_their_gate_at_a_commit_that_exists(name):
     assert commit
     assert not commit.endswith("-dirty")
     gate = result.get("gate") or result.get("proof") or {"passed": True}
+    if name == "grid":  # it is judged by the table that was made of it
+        gate = {"passed": not wrong(result)}
     if name not in MISSED:
         assert gate["passed"]
         return

@@ -7,6 +7,7 @@ SDPA = "ops/attention/sdpa/backend.py"
 DEVICES = "ops/attention/sdpa/fused.py"
 NPU = "ops/attention/sdpa/npu.py"
 GUARD = "ops/attention/triton/guard/kernel.py"
+MATH = "ops/attention/triton/tile_math.py"
 
 OF_ANCHORS = "tests/ops/attention/sdpa/test_anchors.py::"
 OF_SDPA = "tests/ops/attention/sdpa/test_backend.py::"
@@ -149,7 +150,7 @@ FUSED = [
     ),
     mutant(
         "the Triton guard anchors keys that differ by a factor of four",
-        GUARD,
+        MATH,
         "far <= 3.0 * near",
         "far <= 4.0 * near",
         BITS + "[False-40-512]",

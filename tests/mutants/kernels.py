@@ -162,8 +162,8 @@ KERNELS = [
     mutant(
         "short: keys that no row sees make the program start again",
         SHORT,
-        "m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0",
-        "m_key = o_n < end",
+        "m_key = (tl.max(tl.where(m_seen, 1, 0), 0) > 0)[:, None]",
+        "m_key = (o_n < end)[:, None]",
         TRITON + "test_a_key_that_no_row_sees_changes_no_bit_of_few_keys",
     ),
     mutant(
@@ -183,9 +183,23 @@ KERNELS = [
     mutant(
         "short: an infinite key does not start the program again",
         SHORT,
-        "tl.where(b_large <= FP16_MAX, b_large.to(tl.float32), INF)",
-        "tl.where(b_large <= FP16_MAX, b_large.to(tl.float32), 0.0)",
+        "size = tl.where(size <= FP16_MAX, size, INF)",
+        "size = tl.where(size <= FP16_MAX, size, 0.0)",
         CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
+    ),
+    mutant(
+        "short: the second turn leaves its anchor in the keys",
+        SHORT,
+        "b_k = b_k - b_anchor[None, :]",
+        "b_k = b_k - 0.0 * b_anchor[None, :]",
+        TRITON + "test_few_keys_with_a_bias_need_one_anchor",
+    ),
+    mutant(
+        "short: the size of negative keys does not count",
+        SHORT,
+        "size = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)",
+        "size = tl.maximum(low, high, propagate_nan=tl.PropagateNan.ALL)",
+        TRITON + "test_few_keys_with_a_bias_need_one_anchor",
     ),
     mutant(
         "short: rows of padding have sinks",

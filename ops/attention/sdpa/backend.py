@@ -69,7 +69,7 @@ def _attend_planned(call: Call) -> Results:
                 return out.transpose(1, 2).contiguous().transpose(1, 2) if tokens_first else out.contiguous(), lse
         given: dict[str, Any] = limits | dict(zip(optional, others, strict=True))
         repeated = Call(q, k, v, **given)
-        out, lse, *_ = _attend_dense(repeated, kept)
+        out, lse, *_ = _attend_dense(repeated, kept, queries=not (by_cudnn and cudnn_allowed()))
         return repeated.laid_out(out), lse.contiguous()
 
     return Results(*repeat_whole(again, call.q, call.k, call.v, *[getattr(call, name) for name in optional]))
@@ -96,8 +96,8 @@ def _bias_like(call: Call) -> Tensor | None:
     return row.expand(*call.q.shape[:3], keys)
 
 
-def _attend_dense(call: Call, kept: list[Any] | None = None) -> Results:
-    """Attend to dense tensors; `kept` as in `attend_guarded`."""
+def _attend_dense(call: Call, kept: list[Any] | None = None, *, queries: bool = True) -> Results:
+    """Attend to dense tensors; `kept` and `queries` as in `attend_guarded`."""
     dtype = call.q.dtype
     if dtype != torch.float16:
         call = replace(call, q=to_fp16(call.q, "q"), k=to_fp16(call.k, "k"), v=to_fp16(call.v, "v"))
@@ -110,7 +110,7 @@ def _attend_dense(call: Call, kept: list[Any] | None = None) -> Results:
     if guard is None:
         out, lse = _attend_checked(call)
     else:
-        out, lse = guard(call, attend_visible, fused_attention, kept, anchored=pay(call))
+        out, lse = guard(call, attend_visible, fused_attention, kept, anchored=pay(call), queries=queries)
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]

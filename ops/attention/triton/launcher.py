@@ -161,6 +161,14 @@ def launched_early(device: torch.device) -> dict[str, bool]:
     return {"launch_pdl": True} if early(device) else {}
 
 
+def at_most(registers: int, device: torch.device) -> dict[str, int]:
+    """Return Triton's option that limits the registers of a thread, or no option for devices that lack it.
+
+    More programs then run at a time. What does not fit is kept in local memory: for code that seldom runs.
+    """
+    return {"maxnreg": registers} if c_launcher.ON_CUDA and device.type == "cuda" else {}
+
+
 def current_stream(device: torch.device) -> int:
     """Return the handle of the current stream of a GPU."""
     stream: int = driver.active.get_current_stream(device.index)

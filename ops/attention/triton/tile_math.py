@@ -71,6 +71,19 @@ def exact_anchor(k, m_key, count):
 
 
 @triton.jit
+def middle_anchor(low, high):
+    """Return the anchor (W,) FP16 of columns whose keys lie between `low` and `high`; 0 where there is none.
+
+    It is their middle, if both have one sign and neither is more than three times the other. Then the difference from
+    every key is exact in FP16. low, high (W,) FP32; NaN or infinite where a key is.
+    """
+    near = tl.minimum(tl.abs(low), tl.abs(high))
+    far = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+    shared = (low * high > 0.0) & (far <= 3.0 * near) & (far < INF)
+    return tl.where(shared, (low + high) * 0.5, 0.0).to(tl.float16)
+
+
+@triton.jit
 def next_frame(b_frame, b_anchor):
     """Return the frame (D,) from a block with this anchor (D,) on.
 

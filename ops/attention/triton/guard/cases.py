@@ -43,6 +43,7 @@ NVIDIA_CASES = [
                 "MASK": mask,
                 "SCANNED": rows > 1,
                 "EMPTY": mask == "bool",
+                "QUERIES": not early,
                 "D": dim,
                 "D_PAD": dim,
                 "BLOCK_L": 16 * rows if rows > 1 else 1,
@@ -50,6 +51,7 @@ NVIDIA_CASES = [
                 "BLOCK_N": 4096 // dim,
                 "PDL": early,
             },
+            options={"maxnreg": 64},
             architectures=(90,) if early else ARCHITECTURES,
         )
         for mask, dim, rows, early in (

@@ -7,7 +7,7 @@ program decides from its own numbers whether it has something to repair.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, in_steps, is_finite
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, in_steps, is_finite, middle_anchor
 
 LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up to here cannot be rounded to infinity
 
@@ -147,10 +147,7 @@ def shift_columns_kernel(
             low, high, top = merge(low, high, top, new_low, new_high, new_top)
     b_low = low.to(tl.float32)
     b_high = high.to(tl.float32)
-    near = tl.minimum(tl.abs(b_low), tl.abs(b_high))
-    far = tl.maximum(tl.abs(b_low), tl.abs(b_high), propagate_nan=tl.PropagateNan.ALL)
-    shared = (b_low * b_high > 0.0) & (far <= 3.0 * near) & (far < INF)
-    b_anchor = tl.where(shared, (b_low + b_high) * 0.5, 0.0).to(tl.float16)
+    b_anchor = middle_anchor(b_low, b_high)
     if HAS_SEEN:
         b_new = tl.where(is_finite(b_k), b_k, 0.0).to(tl.float32) - b_anchor.to(tl.float32)[None, :]
         b_new = tl.minimum(tl.maximum(b_new, -FP16_MAX), FP16_MAX).to(tl.float16)
@@ -308,6 +305,7 @@ def finish_kernel(
     MASK: tl.constexpr,
     SCANNED: tl.constexpr,
     EMPTY: tl.constexpr,  # rows of which a mask hides all keys are given, whatever the kernel made of them
+    QUERIES: tl.constexpr,  # the kernel may hide an infinite query
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,  # rows of a program
@@ -318,11 +316,11 @@ def finish_kernel(
 ):
     """Add to the log-sum-exp what anchors took from the scores, and attend again from rows that may be wrong.
 
-    These are the rows whose query, output or log-sum-exp is not finite, and all rows of a head with a key that is not
-    finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as they are.
-    With SCANNED, outputs are not even read where they are finite in any case: no value of the head is beyond LARGE, and
-    every log-sum-exp is finite. An infinite query may be hidden: cuDNN gives a row whose scores are all -inf a finite
-    log-sum-exp.
+    These are the rows whose output or log-sum-exp, or with QUERIES query, is not finite, and all rows of a head with a
+    key that is not finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as
+    they are. With SCANNED, outputs are not even read where they are finite in any case: no value of the head is beyond
+    LARGE, and every log-sum-exp is finite. Memory-efficient attention hides an infinite query whose scores are all
+    -inf: output and log-sum-exp are 0. cuDNN hides none.
     """
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
@@ -359,11 +357,12 @@ def finish_kernel(
     for begin in range(first, last, BLOCK_M):
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
-        b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
-        b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        m_clean = m_clean & is_finite(b_q)
+        if QUERIES or SCANNED:
+            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+            m_clean = m_clean & is_finite(b_q)
         broken = tl.max(tl.where(m_clean, 0, 1), 1)
         m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf
         if MASK == "none":

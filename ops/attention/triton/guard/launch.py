@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.triton.guard.kernel import bias_kernel, finish_kernel, scan_kernel, shift_columns_kernel
 from pasa.ops.attention.triton.kernel_call import STEP, WIDEST, KernelCall, step_of, strides_of, visible_keys
-from pasa.ops.attention.triton.launcher import Launch, early, launch, launched_early, prepared
+from pasa.ops.attention.triton.launcher import Launch, at_most, early, launch, launched_early, prepared
 from pasa.ops.attention.triton.tiles import pad_dim
 from pasa.ops.devices import on_device
 
@@ -21,8 +21,9 @@ SPLITS = 32  # programs that share the keys of a column; each reads what all of 
 WIDTH, NARROW = 64, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
 ONE_PASS = 2048  # keys of a program that needs no scan before it
 ELEMENTS = 4096  # of a warp: reductions across its threads take as long for a quarter of them
-BLOCK_M = 32  # query rows that are looked at together
-PROGRAMS = 256, 2048  # that look at log-sum-exps alone, or at outputs as well
+ROWS_TILE = 2048  # elements of the query rows that are looked at together
+REGISTERS = 64  # of a thread: eight programs of a multiprocessor read at a time; without a limit, three
+PROGRAMS = 256, 4096  # that look at log-sum-exps alone, or at outputs as well
 LONGEST = 1024  # rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
 BIAS_TILE, BIAS_KEYS = 4096, 1024  # the most elements and keys of a mask that a program writes as numbers at a time
@@ -110,7 +111,7 @@ class Finish(NamedTuple):
 
 def attend_guarded(
     call: Call, attend: Callable[[Call], Attended], fused: Callable[..., Attended], kept: list[Finish] | None = None,
-    *, anchored: bool,
+    *, anchored: bool, queries: bool = True,
 ) -> Attended:  # fmt: skip
     """Return output and log-sum-exp of a dense FP16 call, whose fused attention is `attend`.
 
@@ -126,15 +127,17 @@ def attend_guarded(
     anchored : bool
         Subtract anchors from the keys, and look for keys that are not finite. Otherwise a NaN is found in the results,
         and an infinite key whose score is -inf has the weight 0.
+    queries : bool
+        Look for queries that are not finite, because the fused attention may hide one.
     """
     kernel_call = KernelCall.of(call)
     k, anchors = shift_columns(kernel_call) if anchored else (call.k, None)
     if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
-        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept)
+        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept, queries=queries)
     bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]))
     added, empty = bias.run(call.mask)
     out, lse = fused(call.q, k, call.v, added, False, call.scale)
-    return finish(kernel_call, anchors, out, lse, kept, bias, empty)
+    return finish(kernel_call, anchors, out, lse, kept, bias, empty, queries=queries)
 
 
 def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -168,7 +171,7 @@ def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
 
 def finish(
     call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor, kept: list[Finish] | None = None,
-    bias: Bias | None = None, empty: Tensor | None = None,
+    bias: Bias | None = None, empty: Tensor | None = None, *, queries: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and log-sum-exp of the call itself, from those of the kernel, which may be written into.
 
@@ -184,11 +187,13 @@ def finish(
         What made a bias of the mask, to be kept.
     empty : Tensor, optional
         The second result of `Bias.run`: rows that get 0 and -inf, whatever the kernel made of them.
+    queries : bool
+        As in `attend_guarded`.
     """
     out = out if out.stride(-1) == 1 else out.contiguous()
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])
     padded = 1 << (rows - 1).bit_length()
-    block_m = min(BLOCK_M, padded)
+    block_m = min(ROWS_TILE // pad, padded)
     busy = batch * heads * padded // PROGRAMS[anchors is None]  # rows of each of so many programs
     block_l = max(block_m, min(LONGEST, padded, 1 << busy.bit_length()))
     tiles = -(-rows // block_l)
@@ -204,10 +209,10 @@ def finish(
             (*strides_of(out), *lse.stride(), *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              *call.mask_strides, *((0, 0, 0) if empty is None else empty.stride()),
              heads, call.group, rows, keys, tiles, left, right, call.scale),
-            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "D": dim, "D_PAD": pad,
-             "BLOCK_L": block_l, "BLOCK_M": block_m, "BLOCK_N": REDONE // pad, "PDL": early(out.device),
-             "STEP": step_of(out, call.q, call.k, call.v)},
-            **launched_early(out.device),
+            {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "QUERIES": queries,
+             "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_M": block_m, "BLOCK_N": REDONE // pad,
+             "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
+            **launched_early(out.device), **at_most(REGISTERS, out.device),
         )  # fmt: skip
         step(tensors)
     if kept == [] and anchors is None and (call.mask is None or bias is not None):

@@ -2,7 +2,8 @@
 
 Where keys are few, a second launch costs more than splitting them would save. The rows of a tile are those of all query
 heads that share a key head, one head after another. Keys are used unchanged first, with a running maximum. If scores
-may be too large for FP32 sums, or a number is not finite, the program starts again with an anchor for each block.
+may be too large for FP32 sums, the program goes through the keys again, less an anchor for the head. If that does not
+help, or a number is not finite, each block gets an anchor.
 """
 
 import triton
@@ -19,33 +20,37 @@ from pasa.ops.attention.triton.tile_math import (
     in_steps,
     largest_score,
     mean_of_values,
+    middle_anchor,
     softmax_step,
 )
 
 
 @triton.jit
-def attend_unshifted(
-    b_q, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
+def attend_shifted(
+    b_q, b_anchor, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
     stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys up to `end`; arguments as in `attend_split`.
+    """Attend to the keys up to `end`, less an anchor (D,) FP16; other arguments as in `attend_split`.
 
-    Returns maxima, sums and products with the values, and whether they hold: rows may be wrong where the sum of their
-    products |q k|, taken with the largest |k| of each column, exceeds `ANCHOR_LIMIT`, or a number is not finite.
+    Returns maxima, sums and products with the values, and the smallest and the largest difference from the anchor in
+    each column (D,) FP32, among keys that a row sees: NaN or infinite if one of them is, and unused if CAP.
     """
     o_d = tl.arange(0, D_PAD)
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
     b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
     b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
-    b_large = tl.zeros((BLOCK_N, D_PAD), tl.float16)
+    b_low = tl.full((BLOCK_N, D_PAD), INF, tl.float16)
+    b_high = tl.full((BLOCK_N, D_PAD), -INF, tl.float16)
     offset = tl.zeros_like(b_max)
     for start in range(0, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         o_wide = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
         m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
         b_k = tl.load(p_keys + (o_wide * stride_kn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
+        if CAP == "none":
+            b_k = b_k - b_anchor[None, :]
         m_seen = (o_n < end)[None, :] & m_row[:, None]
         if CAUSAL:
             m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
@@ -61,24 +66,41 @@ def attend_unshifted(
             if MASK == "float":
                 b_s = b_s * scale + b_bias
         b_s = tl.where(m_seen, b_s, -INF)
-        m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0  # a key that no row sees makes no program start again
+        m_key = (tl.max(tl.where(m_seen, 1, 0), 0) > 0)[:, None]  # other keys make no program start again
         if CAP == "none":
-            b_seen = tl.where(m_key[:, None], tl.abs(b_k), 0.0).to(tl.float16)
-            b_large = tl.maximum(b_large, b_seen, propagate_nan=tl.PropagateNan.ALL)
+            b_low = tl.minimum(b_low, tl.where(m_key, b_k, INF), propagate_nan=tl.PropagateNan.ALL)
+            b_high = tl.maximum(b_high, tl.where(m_key, b_k, -INF), propagate_nan=tl.PropagateNan.ALL)
         b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, True, False)
         b_acc = b_acc * alpha[:, None]
         b_v = tl.load(p_values + (o_wide * stride_vn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
         if CAP != "none":
             b_acc = add_values(b_acc, b_p, b_v, m_seen)
         else:
-            b_acc = tl.dot(b_p, tl.where(m_key[:, None], b_v, 0.0).to(tl.float16), b_acc)
-    good = tl.full((), 1, tl.int32)
-    if CAP == "none":  # a maximum may lose a NaN, so a NaN becomes an infinity first
-        b_top = tl.max(tl.where(b_large <= FP16_MAX, b_large.to(tl.float32), INF), 0)
-        m_good = tl.sum(tl.abs(b_q.to(tl.float32)) * b_top[None, :], 1) * scale <= ANCHOR_LIMIT
-        m_good = m_good & (tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0)
-        good = tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
-    return b_max, b_sum, b_acc, good
+            b_acc = tl.dot(b_p, tl.where(m_key, b_v, 0.0).to(tl.float16), b_acc)
+    low, high = tl.reduce((b_low, b_high), 0, outermost)
+    return b_max, b_sum, b_acc, low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def outermost(low, high, other_low, other_high):
+    """Return the extremes of two sets: NaN if one of them holds a NaN."""
+    low = tl.minimum(low, other_low, propagate_nan=tl.PropagateNan.ALL)
+    return low, tl.maximum(high, other_high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(low, high):
+    """Return the larger size of two extremes (W,), infinite if one is NaN, and 0 for columns without a key."""
+    size = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+    size = tl.where(size <= FP16_MAX, size, INF)  # a maximum may lose a NaN, so a NaN becomes an infinity
+    return tl.where(low > high, 0.0, size)
+
+
+@triton.jit
+def are_bounded(b_q, b_top, m_row, scale):
+    """Return whether the sum of products |q k| stays within `ANCHOR_LIMIT` in all rows, by the largest |k| (D,)."""
+    m_good = tl.sum(tl.abs(b_q.to(tl.float32)) * b_top[None, :], 1) * scale <= ANCHOR_LIMIT
+    return tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
@@ -164,19 +186,36 @@ def short_kernel(
         diagonal += right
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
-    b_max, b_sum, b_acc, good = attend_unshifted(
-        b_q, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
-        stride_mask_n, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
-    )  # fmt: skip
+    b_max = tl.full((BLOCK_M,), -INF, tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_frame = tl.zeros((D_PAD,), tl.float32)
+    good = tl.full((), 1, tl.int32)
+    turn = tl.full((), 0, tl.int32)
+    turns = tl.full((), 1, tl.int32)
+    while turn < turns:  # both turns share their code, which a short call waits for
+        b_max, b_sum, b_acc, low, high = attend_shifted(
+            b_q, b_frame.to(tl.float16), p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio,
+            stride_kn, stride_vn, stride_mask_n, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+        )  # fmt: skip
+        turn += 1
+        if CAP == "none":
+            bounded = are_bounded(b_q, largest(low, high), m_row, scale)
+            m_finite = tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0
+            good = bounded * tl.min(tl.where(m_finite | (m_row == 0), 1, 0), 0)
+            b_middle = middle_anchor(low, high).to(tl.float32)
+            helps = are_bounded(b_q, largest(low - b_middle, high - b_middle), m_row, scale)
+            if (bounded < helps) & (turn == 1):
+                b_frame = b_middle
+                turns += 1
     if CAP == "none":
         if good == 0:
             b_wide = b_q.to(tl.float32)
             longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
-                b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc), b_frame,
-                tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query, m_row, 0, end,
-                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
+                tl.zeros((D_PAD,), tl.float32), tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query,
+                m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
                 "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
             )  # fmt: skip
     nats = b_max if MASK == "float" else b_max * scale

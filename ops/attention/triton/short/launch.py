@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
-from pasa.ops.attention.triton.launcher import launch
+from pasa.ops.attention.triton.launcher import at_most, launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
@@ -15,6 +15,7 @@ PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many 
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
+REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
 
 
 def is_short(call: KernelCall) -> bool:
@@ -45,6 +46,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     many = pairs * -(-rows_of_group // 64) > MANY * processors(call.q.device) and not call.options.batch_invariant
     tile = tile_for(pad, rows_of_group, call.keys, many)
     tiles = -(-rows_of_group // tile.block_m)
+    crowded = pairs * tiles > 2 * processors(call.q.device) or call.options.batch_invariant
     launch(
         short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
@@ -55,6 +57,6 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
         {"MASK": call.mask_kind, "CAUSAL": call.banded, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m,
          "BLOCK_N": tile.block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
          "MAXIMA": call.max_logits, "STEP": step_of(call.q, call.k, call.v, out)},
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **(at_most(REGISTERS, call.q.device) if crowded else {}),
     )  # fmt: skip
     return out, lse, top

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
 import pasa
 from pasa import PasaConfig
@@ -17,6 +18,7 @@ from pasa.ops.attention.call import Call
 from pasa.ops.attention.spec.masking import dense_mask
 from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
+from pasa.ops.attention.triton.short import kernel as short_kernel
 from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, pairwise, portable_kernel, rmse
 
 CONFIGS = {
@@ -128,6 +130,22 @@ def test_short_keys(shape, bias, kind):
     if kind == "causal row":
         how["attn_mask"] = torch.rand(2, 1, 1, lengths[1], generator=g) < 0.6
     check(q, k, v, "exact", **how)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
+@pytest.mark.parametrize("bias", [300, -300])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
+def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
+    """The program goes through the keys twice, and no block gets an anchor of its own."""
+    monkeypatch.delattr(short_kernel, "attend_split")
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] += 300
+    k[..., :8] += bias
+    check(q, k, v, "exact")
+    q[..., 20] *= 100  # now one anchor is not enough
+    k[..., 20] *= 100
+    with pytest.raises(InterpreterError, match="attend_split"):
+        pasa.attention(q, k, v, backend="triton")
 
 
 @pytest.mark.parametrize("far", [60000.0, torch.nan])

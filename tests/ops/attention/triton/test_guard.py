@@ -287,10 +287,36 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
         assert shown[:, :, first:].all()
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: says what cuDNN does")
+@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
+@pytest.mark.parametrize("dim", [32, 64, 72, 128, 256])
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "bool"}])
+def test_cudnn_hides_no_query(keys, dim, limits):
+    """So the guard of cuDNN reads no query: NaN, infinite in a column or in all, with scores that are all -inf."""
+    for rows, group, bad in itertools.product((1, 2, 33, 200), (1, 4), ("nan", "inf", "one column", "all columns")):
+        rows = min(rows, keys) if "is_causal" in limits else rows
+        q, k, v = (x.cuda() for x in normal_qkv((4, 4 // group), (rows, keys), dim))
+        if bad == "one column":
+            q[:, :, rows // 2, 3], k[..., 3] = torch.inf, -1.0
+        elif bad == "all columns":
+            q[:, :, rows // 2], k = -torch.inf, k.abs() + 0.1
+        else:
+            q[:, :, rows // 2, 3] = float(bad)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            if "mask" in limits:
+                mask = torch.rand(rows, keys, device="cuda") < 0.5
+                mask[:, keys // 2] = True
+                out, lse = fused.fused_attention(q, k, v, mask.expand(1, 4, rows, keys), False, 0.2)
+            else:
+                out, lse = backend.attend_visible(Call(q, k, v, 0.2, **limits))
+        row = rows // 2
+        assert (~out[:, :, row].isfinite().all(-1) | ~lse[:, :, row].isfinite()).all(), (rows, group, bad)
+
+
 @pytest.mark.parametrize("keys", [1, 3, 64])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_an_infinite_query_whose_scores_are_all_infinite_makes_its_row_nan(keys, is_causal):
-    """CuDNN and memory-efficient attention hide it on a GPU: they give such a row a finite log-sum-exp."""
+    """Memory-efficient attention hides it on a GPU: it gives such a row 0 and a log-sum-exp of 0."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (keys, keys), 64))
     q[:, :, keys // 2, 3], k[..., 3] = torch.inf, -1.0
     out, lse = guard.attend_guarded(
