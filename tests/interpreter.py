@@ -50,6 +50,7 @@ class SetUp:
         if not self.changes:
             scope = self.patch(SimpleNamespace(__globals__={"tl": triton.language, "core": core}))
             self.changes = [(where, name, self.direct(vars(where)[name])) for where, name, _ in scope._changes]
+            self.changes.append((core.tensor, "__index__", index))
             scope.restore()
         scope = interpreter._LangPatchScope()
         for change in self.changes:
@@ -68,6 +69,11 @@ class SetUp:
             return function(*args, **kwargs)
 
         return of
+
+
+def index(number: Any) -> int:
+    """Return the number that a tensor of one element holds; NumPy warns of each of Triton's own conversions."""
+    return int(number.handle.data.item())
 
 
 class Semantic(TritonSemantic):

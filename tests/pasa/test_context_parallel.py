@@ -1,6 +1,8 @@
 """Tests of `ring_attention` in 2 and 4 processes against `attention` in one: results, gradients, errors."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -354,6 +356,32 @@ def test_a_dimension_that_is_not_there_is_named(tmp_path):
             assert call(torch.zeros(4, 5), -2).shape == (4, 5)
     finally:
         dist.destroy_process_group()
+
+
+GROUP = """
+import pathlib, torch, torch.distributed as dist, pasa
+
+def threads():
+    return sum("gloo" in name.read_text() for name in pathlib.Path("/proc/self/task").glob("*/comm"))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+q = torch.ones(1, 1, 4, 8).half()
+pasa.attention(q, q, q)
+assert threads() > 0
+dist.destroy_process_group()
+assert threads() == 0, threads()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists threads by /proc")
+def test_a_group_that_was_destroyed_leaves_no_threads():
+    """Attention keeps no process group, so `destroy_process_group` ends the threads of the group.
+
+    Story: the first call made torch load a module that kept the group. A rank that ended while a thread of the group
+    was still freeing a tensor aborted, with exit status -6.
+    """
+    done = subprocess.run([sys.executable, "-c", GROUP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_process_group():

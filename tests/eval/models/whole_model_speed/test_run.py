@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import math
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,34 +29,23 @@ TINY = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    monkeypatch.setattr(run, "CudaClock", FakeClock)
-    monkeypatch.setattr(run, "SUBJECTS", TINY)
-    monkeypatch.setattr(run, "MOST_TIME", math.inf)  # so small a model pays more
+class Spied(NamedTuple):
+    """Hold the stored result of a tiny model, and the inputs on which it was converted and timed."""
+
+    result: dict[str, Any]
+    record: dict[str, Any]
+    ways: dict[str, Any]
+    samples: list[torch.Tensor]
+    timed: list[torch.Tensor]
 
 
-@pytest.mark.parametrize("name", list(TINY))
-def test_a_model_that_overflows_runs_in_fp16_after_conversion(name, tiny):
-    result = run.run_whole_model_speed(subjects=[name], turns=1)
-    stored = json.loads(output.to_json(result))
-    assert stored["gate"]["passed"], stored["gate"]
-    (record,) = stored["records"]
-    ways = {each["arm"]: each for each in record["arms"]}
-    assert ways["to-fp16"]["error"] < ways["bf16"]["error"] / 2
-    assert ways["fp32"]["error"] == 0
-    phases = ["prompt", "step"] if name in ("gemma-3-4b", "qwen2-7b") else ["encode" if name == "t5-xxl" else "decode"]
-    for each in ways.values():
-        assert [phase["phase"] for phase in each["phases"]] == (phases if arms.ARMS[each["arm"]].timed else [])
-        assert all(phase["wall_ms"] > 0 for phase in each["phases"])
-    markdown = run.EXPERIMENT.markdown(stored)
-    assert "FP16, pasa.to_fp16" in markdown
-    assert "All checks hold." in verdict(stored)
+@pytest.fixture(scope="module")
+def measured():
+    """Return a function that measures a tiny model, each of them once."""
+    return cache(measure)
 
 
-@pytest.mark.parametrize("name", list(TINY))
-def test_a_model_is_timed_on_another_input_than_it_was_converted_on(name, tiny, monkeypatch):
-    """Story: both were the same input, on which a value can hardly pass the margin that was measured there."""
+def measure(name):
     subject, samples, timed = TINY[name], [], []
 
     def sample(inputs):
@@ -65,27 +56,50 @@ def test_a_model_is_timed_on_another_input_than_it_was_converted_on(name, tiny, 
         timed.append(inputs)
         return subject.run(model, inputs, kept)
 
-    monkeypatch.setitem(TINY, name, dataclasses.replace(subject, sample=sample, run=called))
-    (record,) = run.run_whole_model_speed(subjects=[name], turns=1)["records"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "CudaClock", FakeClock)
+        patch.setattr(run, "SUBJECTS", {name: dataclasses.replace(subject, sample=sample, run=called)})
+        patch.setattr(run, "MOST_TIME", math.inf)  # so small a model pays more
+        result = json.loads(output.to_json(run.run_whole_model_speed(subjects=[name], turns=1)))
+    (record,) = result["records"]
+    return Spied(result, record, {each["arm"]: each for each in record["arms"]}, samples, timed)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_model_that_overflows_runs_in_fp16_after_conversion(name, measured):
+    result, _, ways, _, _ = measured(name)
+    assert result["gate"]["passed"], result["gate"]
+    assert ways["to-fp16"]["error"] < ways["bf16"]["error"] / 2
+    assert ways["fp32"]["error"] == 0
+    phases = ["prompt", "step"] if name in ("gemma-3-4b", "qwen2-7b") else ["encode" if name == "t5-xxl" else "decode"]
+    for each in ways.values():
+        assert [phase["phase"] for phase in each["phases"]] == (phases if arms.ARMS[each["arm"]].timed else [])
+        assert all(phase["wall_ms"] > 0 for phase in each["phases"])
+    markdown = run.EXPERIMENT.markdown(result)
+    assert "FP16, pasa.to_fp16" in markdown
+    assert "All checks hold." in verdict(result)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_a_model_is_timed_on_another_input_than_it_was_converted_on(name, measured):
+    """Story: both were the same input, on which a value can hardly pass the margin that was measured there."""
+    _, record, _, (sample,), timed = measured(name)
     assert record["conversion"]["parameters"] > 0
-    (measured,) = samples
-    assert all(inputs.shape == measured.shape and not torch.equal(inputs, measured) for inputs in timed)
+    assert all(inputs.shape == sample.shape and not torch.equal(inputs, sample) for inputs in timed)
     assert timed
 
 
-def test_frames_of_an_autoencoder_are_black_without_conversion(tiny):
+def test_frames_of_an_autoencoder_are_black_without_conversion(measured):
     """The converted one is within 40 dB of FP32; converting it to FP32 for each run is the remedy of diffusers."""
-    (record,) = run.run_whole_model_speed(subjects=["svd-vae"], turns=1)["records"]
-    ways = {each["arm"]: each for each in record["arms"]}
+    ways = measured("svd-vae").ways
     assert ways["fp16"]["nonfinite"] == ways["fp16-patched"]["nonfinite"] == 1
     assert ways["to-fp16"]["psnr"] > 50
     assert ways["upcast"]["nonfinite"] == 0
 
 
-def test_an_encoder_runs_as_transformers_keeps_it(tiny):
+def test_an_encoder_runs_as_transformers_keeps_it(measured):
     """It clamps infinities, so plain FP16 is finite and wrong. With ``wo`` in FP32 it is right, as after `to_fp16`."""
-    (record,) = run.run_whole_model_speed(subjects=["t5-xxl"], turns=1)["records"]
-    ways = {each["arm"]: each for each in record["arms"]}
+    ways = measured("t5-xxl").ways
     assert ways["fp16"]["nonfinite"] == 0
     assert ways["fp16"]["error"] > 0.1
     assert ways["fp16-wo"]["error"] < 0.01

@@ -269,14 +269,12 @@ def test_no_kernel_hides_a_query_in_the_log_sum_exp(kernel, bad, limits, dim):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: torch's kernel for CPUs hides such a key")
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "FLASH_ATTENTION"])  # is never called
 @pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
     """Without anchors nothing looks for a NaN key, because it shows in the output or the log-sum-exp of each row."""
-    if kernel == "FLASH_ATTENTION":
-        pytest.skip("the backend never calls it")
     for rows, nan in itertools.product((1, min(33, keys)), (slice(None), slice(keys // 2, keys // 2 + 1))):
         q, k, v = (x.cuda() for x in normal_qkv((4, 2), (rows, keys), dim))
         k[:, :, nan, 3] = torch.nan
