@@ -46,6 +46,7 @@ if [[ $ALL ]]; then
   bash scripts/test_transformers.sh || failed=1
   bash scripts/test_transformers_suite.sh || failed=1
   bash scripts/test_vllm.sh || failed=1
+  bash scripts/test_vllm_ascend.sh || failed=1
   bash scripts/test_hf_kernel.sh || failed=1
   "$VENV/bin/pasa" eval zoo --jobs "$cores" || failed=1
 elif (($# == 0)); then

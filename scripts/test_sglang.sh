@@ -3,6 +3,7 @@
 # the newest, or of those that are named. Installs the wheels alone (39 MB each), and what the tests import of the rest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_venv.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/_servers.sh"
 make_venv dev
 cd "$ROOT"
 
@@ -14,17 +15,11 @@ versions=("$@")
 [[ ${#versions[@]} -gt 0 ]] || versions=(0.5.20 0.5.23)
 
 packages="$VENV/sglang/packages-1"  # renamed when the list changes
-if [[ ! -e "$packages.done" ]]; then
-  "$VENV/bin/python" -m pip install --quiet --upgrade --target "$packages" --no-deps "${PACKAGES[@]}"
-  touch "$packages.done"
-fi
+install_alone "$packages" "${PACKAGES[@]}"
 failed=()
 for version in "${versions[@]}"; do
   folder="$VENV/sglang/$version"
-  if [[ ! -e "$folder.done" ]]; then
-    "$VENV/bin/python" -m pip install --quiet --upgrade --target "$folder" --no-deps --no-compile "sglang==$version"
-    touch "$folder.done"
-  fi
+  install_alone "$folder" --no-compile "sglang==$version"
   echo "SGLang $version"
   HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONPATH="$folder:$packages" \
     "$VENV/bin/python" -m pytest -q tests/pasa/patching/sglang_itself.py || failed+=("$version")

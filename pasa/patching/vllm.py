@@ -23,12 +23,8 @@ which includes speculative decoding. vLLM captures other batches in pieces. Page
 has no memory for them (0.18) or leaves that memory out of its views, so that pages that a KV connector fills
 could lack them. A backend that owns both memory and connector can pass anchors to `attend_layer`.
 
-vLLM's platform for CPUs and vllm-ascend ignore `--attention-backend CUSTOM`. They choose among their own backends, so a
-model served there does not run PASA. An Ascend backend gets the same arguments under other names. In
-`npu_fused_infer_attention_score` with layout "TND", `query` is q; `key` and `value`, viewed as (pages, block_size, Hkv,
-D), are the caches; `block_table` has the same name; `actual_seq_lengths` is cu_seqlens_q without its leading 0;
-`actual_seq_lengths_kv` is seq_lens; sparse_mode 3 is is_causal. On an NPU, pages are first gathered and lengths read
-back to the host, because no Ascend C kernel of this project reads pages.
+vLLM's platform for CPUs ignores `--attention-backend CUSTOM` and runs its own backend. On Ascend NPUs the same setting
+selects the backend of `pasa.patching.vllm_ascend`.
 """
 
 from __future__ import annotations
@@ -44,6 +40,7 @@ from torch import Tensor
 from pasa.config import PasaConfig
 from pasa.ops import envs
 from pasa.ops.registry import BACKENDS
+from pasa.patching import vllm_ascend
 from pasa.patching.vllm_interface import READ, TESTED, check_schedule, check_spec, refuse_unknown
 from pasa.patching.vllm_layer import LayerOptions, PasaMetadata, attend_layer, split_cache
 
@@ -61,11 +58,11 @@ def plugin() -> None:
     vLLM calls this in every process, whatever backend is selected. So nothing here stops a vLLM that pasa cannot serve.
     """
     try:
-        slot = _registry().AttentionBackendEnum.CUSTOM
+        slot, platform = _registry().AttentionBackendEnum.CUSTOM, _platform()
     except ImportError as error:
         warnings.warn(f"pasa's attention backend was not registered: {error}", stacklevel=2)
         return
-    if slot.is_overridden() and slot.get_path() != _path():
+    if not vllm_ascend.is_platform(platform) and slot.is_overridden() and slot.get_path() != _path():
         warnings.warn(
             f"pasa's attention backend was not registered, because {slot.get_path()} has taken vLLM's name CUSTOM: "
             "set the environment variable VLLM_PLUGINS=pasa to load no other plugin",
@@ -78,13 +75,26 @@ def plugin() -> None:
 def register() -> None:
     """Register the backend with vLLM under the name CUSTOM, also if another backend had that name.
 
+    On an Ascend NPU, where vllm-ascend does not look into vLLM's registry, this is `pasa.patching.vllm_ascend.install`.
+
     Raises
     ------
     ImportError
         vLLM is not installed, or its V1 engine has no registry of backends.
     """
-    registry = _registry()
-    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, _path())
+    registry, platform = _registry(), _platform()
+    if vllm_ascend.is_platform(platform):
+        platform_class: Any = type(platform)
+        vllm_ascend.install(platform_class)
+    else:
+        registry.register_backend(registry.AttentionBackendEnum.CUSTOM, _path())
+
+
+def _platform() -> Any:
+    """Return vLLM's current platform, an object whose class says for which device it chooses backends."""
+    from vllm.platforms import current_platform
+
+    return current_platform
 
 
 def _registry() -> Any:
@@ -206,23 +216,16 @@ def _implementation(v1: Any) -> type:
             sinks: Tensor | None = None,
             **others: Any,
         ) -> None:
-            unsupported = {
-                "alibi_slopes": alibi_slopes is not None,
-                f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "float16"),
-                f"attn_type={attn_type!r}": attn_type != "decoder",
-                **{f"{name}={value!r}": True for name, value in others.items()},
-            }
-            if refused := [name for name, is_set in unsupported.items() if is_set]:
-                raise NotImplementedError(
-                    f"pasa's attention backend does not support {', '.join(refused)}: use another --attention-backend"
-                )
-            self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+            self.options = LayerOptions.of(
+                scale, sliding_window, logits_soft_cap, sinks,
+                alibi_slopes=alibi_slopes, kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, others=others,
+            )  # fmt: skip
+            if envs.vllm_batch_invariant():
+                self.options.config = PasaConfig(batch_invariant=True)
+            self.num_heads, self.head_size, self.scale = num_heads, head_size, self.options.scale
             self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
             self.kv_cache_dtype = kv_cache_dtype
             self.writes = kv_sharing_target_layer_name is None
-            window = None if sliding_window is None else (sliding_window - 1, 0)
-            config = PasaConfig(batch_invariant=True) if envs.vllm_batch_invariant() else None
-            self.options = LayerOptions(self.scale, window, logits_soft_cap or None, sinks, config)
 
         def forward(
             self,

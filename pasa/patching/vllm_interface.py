@@ -19,12 +19,21 @@ READ = (
 """The fields of vLLM's CommonAttentionMetadata that `PasaMetadata.of` reads."""
 
 
-def installed() -> str:
-    """Return the name and version of the installed vLLM."""
+def installed(name: str = "vLLM") -> str:
+    """Return the name and version of the installed vLLM, or of a plugin of it with this name."""
     try:
-        return f"vLLM {version('vllm')}"
+        return f"{name} {version(name.lower())}"
     except PackageNotFoundError:  # imported from a folder, for example
-        return "an unknown version of vLLM"
+        return f"an unknown version of {name}"
+
+
+def refuse(unsupported: dict[str, bool], advice: str = "use another --attention-backend") -> None:
+    """Raise NotImplementedError that names all options which are set and unsupported, and says what to do.
+
+    The message names all of them, because each restart of a server takes minutes.
+    """
+    if refused := [name for name, is_set in unsupported.items() if is_set]:
+        raise NotImplementedError(f"pasa's attention backend does not support {', '.join(refused)}: {advice}")
 
 
 def refuse_unknown(v1: Any, parts: dict[str, type]) -> None:
@@ -37,15 +46,27 @@ def refuse_unknown(v1: Any, parts: dict[str, type]) -> None:
     parts : dict
         vLLM's name of each base class, and the class derived from it.
     """
-    differences = [each for name, part in parts.items() for each in _differences(name, getattr(v1, name), part)]
-    fields = v1.CommonAttentionMetadata.__dataclass_fields__
-    differences += [f"CommonAttentionMetadata lacks {name}" for name in READ if name not in fields]
-    differences += _cache_differences(v1)
+    differences = class_differences(v1, parts, v1.CommonAttentionMetadata) + _cache_differences(v1)
+    refuse_differences(differences, TESTED, installed())
+
+
+def refuse_differences(differences: list[str], tested: str, here: str) -> None:
+    """Raise NotImplementedError that lists the differences between the installed version and the tested ones."""
     if differences:
         raise NotImplementedError(
-            f"pasa's attention backend was tested with {TESTED}. {installed()} has another interface: "
+            f"pasa's attention backend was tested with {tested}. {here} has another interface: "
             f"{'; '.join(differences)}. Install one of the tested versions, or use another --attention-backend"
         )
+
+
+def class_differences(module: Any, parts: dict[str, type], common: Any) -> list[str]:
+    """Compare base classes, looked up in a module by their names, with the classes derived from them.
+
+    `common` is the class of the metadata that a builder gets, whose fields must include `READ`.
+    """
+    differences = [each for name, part in parts.items() for each in _differences(name, getattr(module, name), part)]
+    lacking = [name for name in READ if name not in common.__dataclass_fields__]
+    return differences + [f"{common.__name__} lacks {name}" for name in lacking]
 
 
 def _differences(name: str, base: type, part: type) -> Iterator[str]:
@@ -84,10 +105,8 @@ def check_spec(spec: Any) -> None:
         f"head_size={keys} and head_size_v={values}": keys != values,
     }
     if refused := [name for name, is_set in unsupported.items() if is_set]:
-        raise NotImplementedError(
-            f"pasa's attention backend does not support a cache with {', '.join(refused)}: serve with --dtype float16, "
-            "or use another --attention-backend"
-        )
+        advice = "serve with --dtype float16, or use another --attention-backend"
+        refuse({f"a cache with {', '.join(refused)}": True}, advice)
 
 
 def check_schedule(vllm_config: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pasa.config import PasaConfig
 from pasa.paged import attention_paged, write_pages
-from pasa.patching.vllm_interface import TESTED, installed
+from pasa.patching.vllm_interface import TESTED, installed, refuse
 
 
 @dataclass
@@ -97,6 +97,35 @@ class LayerOptions:
     softcap: float | None = None
     sinks: Tensor | None = None
     config: PasaConfig | None = None
+
+    @classmethod
+    def of(
+        cls,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+        sinks: Tensor | None,
+        *,
+        alibi_slopes: list[float] | None,
+        kv_cache_dtype: str,
+        attn_type: str,
+        others: dict[str, Any],
+    ) -> LayerOptions:
+        """Convert the arguments of vLLM's AttentionImpl; raise NotImplementedError that names unsupported ones.
+
+        vLLM counts a query's own key to its window, and passes 0 for no soft cap. `others` are arguments that only some
+        models have.
+        """
+        refuse(
+            {
+                "alibi_slopes": alibi_slopes is not None,
+                f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "float16"),
+                f"attn_type={attn_type!r}": attn_type != "decoder",
+                **{f"{name}={value!r}": True for name, value in others.items()},
+            }
+        )
+        window = None if sliding_window is None else (sliding_window - 1, 0)
+        return cls(float(scale), window, logits_soft_cap or None, sinks)
 
 
 def attend_layer(

@@ -6,7 +6,6 @@ shape of a cache. vllm_itself.py and vllm_engine.py test against vLLM itself.
 
 import abc
 import copy
-import enum
 import functools
 import importlib.metadata
 import inspect
@@ -23,25 +22,11 @@ from pasa import PasaConfig
 from pasa.patching import vllm as adapter
 from tests.pages import worst
 from tests.pasa.patching import vllm_interfaces
+from tests.pasa.patching.vllm_interfaces import PATHS
 from tests.pasa.patching.vllm_step import SPEC, Step
 
 ROOT = Path(__file__).parents[3]
 HALF_ULP = 2.0**-11 * 4
-
-
-class Slot(enum.Enum):
-    """vLLM's names of backends; a path may be registered for each."""
-
-    CUSTOM = None
-
-    def is_overridden(self):
-        return self.name in PATHS
-
-    def get_path(self):
-        return PATHS[self.name]
-
-
-PATHS = {}
 
 
 @pytest.fixture(params=vllm_interfaces.recorded(), ids=lambda entry: entry["versions"][0])
@@ -49,12 +34,10 @@ def vllm(request, monkeypatch):
     """A fake package `vllm` with a recorded interface, which the fixture returns."""
     interface = copy.deepcopy(request.param["interface"])  # tests change it
     made = vllm_interfaces.modules(interface)
-    registry = types.ModuleType("vllm.v1.attention.backends.registry")
-    registry.AttentionBackendEnum = Slot
-    registry.register_backend = lambda slot, path: PATHS.update({slot.name: path})
-    backends, attention = types.ModuleType("vllm.v1.attention.backends"), types.ModuleType("vllm.v1.attention")
-    backends.registry, attention.backend = registry, made["vllm.v1.attention.backend"]
-    made |= {module.__name__: module for module in (registry, backends, attention)}
+    made |= vllm_interfaces.registry_modules(platform=object())
+    attention = types.ModuleType("vllm.v1.attention")
+    attention.backend = made["vllm.v1.attention.backend"]
+    made[attention.__name__] = attention
     for name in ("vllm", "vllm.v1"):
         made[name] = types.ModuleType(name)
     for name, module in made.items():

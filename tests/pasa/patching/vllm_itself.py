@@ -5,7 +5,6 @@ are too large for every test run (300 MB each, with CUDA libraries), so pytest d
 """
 
 import importlib.util
-import os
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -48,11 +47,7 @@ def layouts():
 
 def test_the_interface_is_the_recorded_one(v1):
     """The ordinary tests know vLLM by this record; PASA_RECORD=1 makes it anew."""
-    if os.environ.get("PASA_RECORD"):
-        vllm_interfaces.record(version("vllm"), vllm_interfaces.describe(v1))
-    entries = vllm_interfaces.recorded()
-    interface = next((each["interface"] for each in entries if version("vllm") in each["versions"]), None)
-    assert interface == vllm_interfaces.describe(v1)
+    vllm_interfaces.check(version("vllm"), vllm_interfaces.describe(v1))
 
 
 def test_only_newer_versions_let_a_backend_ask_for_bytes_beyond_keys_and_values(v1):

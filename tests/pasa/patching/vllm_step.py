@@ -32,15 +32,16 @@ class Step:
     """A step of the engine: the newest queries of each sequence are new tokens, whose keys are not yet in the cache.
 
     packed: if True, the cache is (pages, heads, slots, 2 D), else (2, pages, slots, heads, D); common: class of the
-    metadata for a builder; cache: function from the numbers of pages and of slots of a page to the cache.
+    metadata for a builder; cache: function from the numbers of pages and of slots of a page to the cache; slots: number
+    of slots of a page.
     """
 
-    def __init__(self, lengths, queries, padding=0, packed=False, common=Common, cache=None):
-        self.pages = make_pages(lengths, queries=queries, bias=300.0, stale=7.0)
+    def __init__(self, lengths, queries, padding=0, packed=False, common=Common, cache=None, slots=16):
+        self.pages = make_pages(lengths, slots=slots, queries=queries, bias=300.0, stale=7.0)
         pages, (starts, ends) = self.pages, self.pages.edges
         new = [range(end - n, end) for n, end in zip(queries, ends[1:], strict=True)]
         where = [(b, key - ends[b]) for b, span in enumerate(new) for key in span]
-        slots = [int(pages.table[b, at // 16]) * 16 + at % 16 for b, at in where]
+        new_slots = [int(pages.table[b, at // slots]) * slots + at % slots for b, at in where]
         n, per_page, heads, dim = pages.k_cache.shape
         if cache is not None:
             self.cache = cache(n, per_page)
@@ -50,8 +51,8 @@ class Step:
         self.k_cache.copy_(pages.k_cache)
         self.v_cache.copy_(pages.v_cache)
         for part in (self.k_cache, self.v_cache):
-            for slot in slots:
-                part[slot // 16, slot % 16] = torch.nan
+            for slot in new_slots:
+                part[slot // slots, slot % slots] = torch.nan
         index = [key for span in new for key in span]
         rows = [torch.full((padding, *x.shape[1:]), torch.nan).half() for x in (pages.q, pages.k, pages.v)]
         self.q, self.k, self.v = (
@@ -61,7 +62,7 @@ class Step:
         self.common = common(
             query_start_loc=cu, query_start_loc_cpu=cu, seq_lens=pages.lengths, num_reqs=len(lengths),
             num_actual_tokens=n, max_query_len=max(queries), max_seq_len=max(lengths), block_table_tensor=pages.table,
-            slot_mapping=torch.tensor(slots + [-1] * padding),
+            slot_mapping=torch.tensor(new_slots + [-1] * padding),
         )  # fmt: skip
 
     def run(self, output, key=True, spec=SPEC, vllm_config=None, **how):
