@@ -300,6 +300,7 @@ DECODED = [
     (*wrong_pages(), 1),
     (random_call(1, 2, 1, 3, 280, 64, causal=True, overflow="saturate", unbiased=torch.float16), None, 2),
     (packed_call([(1, 300), (0, 40), (3, 150), (5, 2)], heads=4, causal=True), None, 2),
+    (packed_call([(1, 0), (1, 0), (3, 40)], heads=1), None, 1),  # a vector core without rows, and no keys
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from tests.ascend_c.decode_runs import launch_decode
 from tests.ascend_c.kernel_runs import (
     LAUNCHES,
     Call,
@@ -157,4 +158,45 @@ def test_lengths_that_are_wrong_reach_no_memory_outside(kernels, name):
     assert shifted.report["ok"] or shifted.report["fault"]["kind"] == "race", shifted.report["fault"]
     numbers = {each: torch.where(torch.isnan(array), 1.0, array).to(array.dtype) for each, array in good.items()}
     result = launch_attention(kernels, x, numbers)
+    assert result.report["ok"] or result.report["fault"]["kind"] == "race", result.report["fault"]
+
+
+DECODED = {
+    "one row each": [(1, 300), (1, 1), (1, 129), (1, 40)],
+    "without keys": [(1, 0), (1, 0), (0, 30), (3, 0), (2, 200)],  # story: two in a row without keys raced
+    "more rows than keys": [(40, 3), (2, 140), (70, 100)],
+}
+
+
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", DECODED)
+def test_decoded_sequences_are_as_calls_of_their_own(kernels, name, causal, overflow):
+    """One group has whole sequences, and equal bits; several merge parts, which may turn one rounding."""
+    x = packed_call(DECODED[name], heads=6, kv_heads=2, causal=causal, overflow=overflow)
+    for groups in (1, 3):
+        first = None
+        for mode, seed in LAUNCHES:
+            result = launch_decode(kernels, x, groups=groups, mode=mode, seed=seed)
+            assert result.report["ok"], result.report["fault"]
+            assert sum(result.report["undefined"].values()) == 0
+            first = result if first is None else first
+            assert all(torch.equal(result[each], first[each]) for each in ("out", "lse"))
+        for rows, keys, one in x.sequences():
+            out, lse = first["out"][:, :, rows], first["lse"][:, :, rows]
+            if keys.start == keys.stop:
+                assert not out.any()
+                assert lse.isneginf().all()
+            elif rows.start < rows.stop:
+                alone = launch_decode(kernels, one)
+                slack = 0 if groups == 1 else ulp(alone["out"].abs().amax(-1, keepdim=True))
+                assert ((out.double() - alone["out"].double()).abs() <= slack).all()
+                torch.testing.assert_close(lse, alone["lse"], atol=0 if groups == 1 else 1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_wrong_lengths_of_decoding_reach_no_memory_outside(kernels, name):
+    x = packed_call([(90, 90), (90, 100), (90, 100)])
+    x.starts[:] = torch.tensor(NONSENSE[name])
+    result = launch_decode(kernels, x)
     assert result.report["ok"] or result.report["fault"]["kind"] == "race", result.report["fault"]
