@@ -41,6 +41,18 @@ def tile_table(cu_seqlens: Tensor, block: int, tokens: int) -> tuple[Tensor, Ten
     return table.int(), first.int()
 
 
+def largest_by_sequence(top: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the largest of the numbers (T, H) of each sequence's tokens, (sequences, H); NaN if one is NaN.
+
+    A sequence without tokens has -inf. Tokens behind the last sequence count for none.
+    """
+    row = torch.arange(len(top), device=top.device)
+    sequences = len(cu_seqlens) - 1
+    owner = torch.searchsorted(cu_seqlens[1:].to(row), row, right=True)  # `sequences` for padding
+    largest = top.new_full((sequences + 1, top.shape[1]), -torch.inf)
+    return largest.scatter_reduce(0, owner[:, None].expand_as(top), top, "amax")[:-1]
+
+
 Span = tuple[int, int]  # of tokens: the first, and the one behind the last
 
 

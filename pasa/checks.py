@@ -102,7 +102,7 @@ def check_longest(name: str, cu_seqlens: object, longest: object) -> None:
     """Check the types of cumulative lengths and of `longest`, and that no sequence exceeds `longest`.
 
     The operator checks the rest of the cumulative lengths. While torch compiles, and on meta, their values are not read
-    here.
+    here. Nor are they on an NPU, whose kernels read lengths themselves, so that no call waits for the device.
     """
     if not isinstance(cu_seqlens, Tensor):
         kind, hint = type(cu_seqlens).__name__, _conversion(f"cu_seqlens_{name}", cu_seqlens)
@@ -110,7 +110,7 @@ def check_longest(name: str, cu_seqlens: object, longest: object) -> None:
     if isinstance(longest, bool) or not isinstance(longest, int):
         hint = f"pass the longest length, as int(max_seqlen_{name})"
         raise TypeError(f"max_seqlen_{name}={longest!r} is not an integer: {hint}")
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta or cu_seqlens.device.type == "npu":
         return
     if cu_seqlens.dtype not in operands.INTEGERS or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         return  # the operator refuses it

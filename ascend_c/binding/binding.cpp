@@ -61,28 +61,36 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
 // ---- launches
 
 ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double scale, bool saturate,
-                        bool begins_anywhere = false)
+                        bool begins_anywhere = false, uint32_t sequences = 0)
 {
     const Shape shape{Count("k", k, 0), Count("k", k, 1), Count("k", k, 1), 1, Count("k", k, 2), Count("k", k, 3)};
     CheckTensor("k", k, k, at::kHalf, k.sizes());
     if (lengths) CheckTensor("lengths", *lengths, k, at::kInt, {k.size(0)});
-    return PlanShift(shape, scale, saturate, lengths.has_value(), begins_anywhere);
+    return PlanShift(shape, scale, saturate, lengths.has_value(), begins_anywhere, sequences);
 }
 
 // ---- the operators
 
-// `begins_anywhere`: windows or a mask may hide the first blocks from rows that see others.
-std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths, double scale,
-                                              bool saturate, bool begins_anywhere)
+// `begins_anywhere`: windows or a mask may hide the first blocks from rows that see others. `starts` (sequences + 1,): the
+// keys are packed sequences.
+std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths, const OptionalTensor& starts,
+                                              double scale, bool saturate, bool begins_anywhere)
 {
     Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
-    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate, begins_anywhere);
+    uint32_t sequences = 0;
+    if (starts) {
+        TORCH_CHECK_VALUE(starts->numel() > 1, "starts has shape ", starts->sizes(), ", expected [sequences + 1]");
+        CheckTensor("starts", *starts, k, at::kInt, {starts->numel()});
+        CheckCumulative("starts", *starts, k.size(2));
+        sequences = static_cast<uint32_t>(starts->numel() - 1);
+    }
+    const ShiftTiling tiling = PlanShiftOf(k, lengths, scale, saturate, begins_anywhere, sequences);
     const c10::DeviceGuard guard(k.device());
-    const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = Blocks(k.size(2));
+    const int64_t batch = k.size(0), heads = k.size(1), dim = k.size(3), blocks = tiling.blocks;
     Tensor keys = at::empty(k.sizes(), k.options());
     Tensor anchors = at::empty({batch, heads, tiling.anchor_rows * blocks, dim}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
-    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,
+    const ShiftPointers given{Pointer(k),    Pointer(lengths), Pointer(starts), nullptr,
                               Pointer(keys), Pointer(anchors), Pointer(units)};
     const uint32_t cores = ChipOf(k).vector_cores;
     Enqueue("pasa_shift_exact", [=](void* stream) { LaunchShiftExact(given, tiling, cores, stream); });
@@ -98,7 +106,7 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
     CheckTensor("matrix", matrix, k, at::kHalf, {kBlockKeys, kBlockKeys});
     const c10::DeviceGuard guard(k.device());
     Tensor keys = at::empty(k.sizes(), k.options());
-    const ShiftPointers given{Pointer(k), nullptr, Pointer(matrix), Pointer(keys), nullptr, nullptr};
+    const ShiftPointers given{Pointer(k), nullptr, nullptr, Pointer(matrix), Pointer(keys), nullptr, nullptr};
     const uint32_t cores = ChipOf(k).cube_cores;
     Enqueue("pasa_shift_paper", [=](void* stream) { LaunchShiftPaper(given, tiling, cores, stream); });
     return keys;
@@ -107,8 +115,9 @@ Tensor ShiftPaper(const Tensor& k, const Tensor& matrix, bool saturate)
 // Exact where there are anchors, as published without them; `keys` are K'. `unbiased_columns` as in tiling/plan.h.
 std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& keys, const Tensor& v,
                                      const OptionalTensor& anchors, const OptionalTensor& units,
-                                     const OptionalTensor& lengths, const OptionalTensor& sinks,
-                                     const OptionalTensor& mask, const OptionalTensor& visits, bool is_causal,
+                                     const OptionalTensor& lengths, const OptionalTensor& starts,
+                                     const OptionalTensor& sinks, const OptionalTensor& mask,
+                                     const OptionalTensor& visits, bool is_causal,
                                      int64_t left, int64_t right, double scale, double invariance, bool saturate,
                                      int64_t unbiased_columns, bool to_bf16, bool largest_scores, bool counted)
 {
@@ -121,6 +130,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     settings.causal = is_causal;
     settings.saturates = saturate;
     settings.has_lengths = lengths.has_value();
+    if (starts) settings.sequences = ReadStarts(*starts, q, q.size(2), static_cast<int64_t>(shape.keys));
     settings.has_sinks = sinks.has_value();
     settings.has_largest = largest_scores;
     settings.has_counts = counted;
@@ -140,8 +150,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
     CheckTensor("keys", keys, q, at::kHalf, {batch, heads, exact ? rows : Blocks(rows) * kBlockKeys, dim});
     if (exact) {
-        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, tiling.anchor_rows * Blocks(rows), dim});
-        CheckTensor("units", *units, q, at::kFloat, {batch, heads, Blocks(rows), kUnitCopies});
+        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, int64_t{tiling.anchor_rows} * tiling.blocks, dim});
+        CheckTensor("units", *units, q, at::kFloat, {batch, heads, tiling.blocks, kUnitCopies});
     }
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
     if (sinks) CheckTensor("sinks", *sinks, q, at::kFloat, {q.size(1)});
@@ -152,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     Tensor counts = at::empty(counted ? at::IntArrayRef({kCountRows, batch, q.size(1), q.size(2)}) : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
     const AttentionPointers given{Pointer(q),     Pointer(keys), Pointer(v),      Pointer(anchors), Pointer(units), Pointer(lengths),
-                                  Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(counts), Pointer(workspace)};
+                                  Pointer(starts), Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(counts), Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
     return {out, lse, largest, counts};
@@ -160,11 +170,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
 
 // ---- shapes alone, for tracing
 
-std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&, double, bool,
-                                                    bool begins_anywhere)
+std::tuple<Tensor, Tensor, Tensor> ShiftExactShapes(const Tensor& k, const OptionalTensor&,
+                                                    const OptionalTensor& starts, double, bool, bool begins_anywhere)
 {
     const auto s = k.sym_sizes();
-    const c10::SymInt blocks = DivideUp<c10::SymInt>(s[2], kBlockKeys);
+    const c10::SymInt blocks = starts ? s[2] / kBlockKeys + starts->sym_numel() - 1
+                                      : DivideUp<c10::SymInt>(s[2], kBlockKeys);
     return {at::empty_symint(s, k.options()),
             at::empty_symint({s[0], s[1], blocks * AnchorRows(begins_anywhere), s[3]}, k.options()),
             at::empty_symint({s[0], s[1], blocks, kUnitCopies}, k.options().dtype(at::kFloat))};
@@ -177,8 +188,8 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, bool, int64_t, int64_t, double,
-                                           double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
+                                           int64_t, int64_t, double, double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
 {
     const auto rows = q.sym_sizes().slice(0, 3);
     const c10::SymInt counts[] = {kCountRows, rows[0], rows[1], rows[2]};
@@ -194,13 +205,13 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
 {
     m.def("npu_chip_error", &ChipError);
     m.def(
-        "npu_shift_exact(Tensor k, Tensor? lengths, float scale, bool saturate, bool begins_anywhere) "
+        "npu_shift_exact(Tensor k, Tensor? lengths, Tensor? starts, float scale, bool saturate, bool begins_anywhere) "
         "-> (Tensor, Tensor, Tensor)");
     m.def("npu_shift_paper(Tensor k, Tensor matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, float invariance, "
-        "bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, bool counted) "
+        "Tensor? starts, Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, "
+        "float invariance, bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, bool counted) "
         "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -17,7 +17,7 @@ namespace {
 
 // The tensors of a call: q (Hkv, T, G, D), the query heads of each KV head for the tokens of all sequences; k and v
 // (B, Hkv, Skv, D), or with a table (B, columns) pages (pages, slots, Hkv, D). A sequence has `tokens` of the tokens,
-// or those that `starts` (B + 1,) says.
+// or those that `starts` (B + 1,) says. Without a table `starts` is (2, B + 1), and k and v are packed (1, Hkv, Tk, D).
 struct DecodeCall {
     const Tensor& q;
     const Tensor& k;
@@ -29,7 +29,9 @@ struct DecodeCall {
     int64_t tokens;
 
     bool paged() const { return table.has_value(); }
-    int64_t batch() const { return paged() ? table->size(0) : k.size(0); }
+    bool packed() const { return starts && !paged(); }
+    int64_t entries() const { return packed() ? 1 : k.size(0); }  // of k and v, without pages
+    int64_t batch() const { return paged() ? table->size(0) : packed() ? starts->size(1) - 1 : k.size(0); }
     int64_t slots() const { return k.size(paged() ? 1 : 2); }
     int64_t keys() const { return paged() ? table->size(1) * slots() : slots(); }
 };
@@ -54,7 +56,7 @@ void CheckCache(const char* name, const Tensor& x, const DecodeCall& c)
 {
     const int64_t heads = c.q.size(0), dim = c.q.size(3);
     const std::vector<int64_t> shape = c.paged() ? std::vector<int64_t>{c.k.size(0), c.slots(), heads, dim}
-                                                 : std::vector<int64_t>{c.batch(), heads, c.slots(), dim};
+                                                 : std::vector<int64_t>{c.entries(), heads, c.slots(), dim};
     CheckKind(name, x, c.q, at::kHalf, shape);
     TORCH_CHECK_VALUE(x.stride(3) == 1, name, " has strides ", x.strides(), ", expected 1 as the last");
 }
@@ -78,6 +80,11 @@ void CheckPages(const DecodeCall& c)
 
 void CheckStarts(const DecodeCall& c)
 {
+    if (c.packed()) {
+        ReadStarts(*c.starts, c.q, c.q.size(1), c.slots());
+        return;
+    }
+    CheckTensor("starts", *c.starts, c.q, at::kInt, {c.batch() + 1});
     if (!c.starts->device().is_cpu()) return;
     const int32_t* at = c.starts->const_data_ptr<int32_t>();
     for (int64_t b = 0; b <= c.batch(); ++b) {
@@ -89,19 +96,19 @@ void CheckStarts(const DecodeCall& c)
 void Check(const DecodeCall& c)
 {
     TORCH_CHECK_VALUE(!c.paged() || (c.table->dim() == 2 && c.lengths), "table needs two dimensions, and lengths");
-    TORCH_CHECK_VALUE(!c.starts || c.paged(), "starts come with a table");
+    TORCH_CHECK_VALUE(!c.packed() || c.starts->dim() == 2, "starts has shape ", c.starts->sizes(),
+                      ", expected [2, sequences + 1] without a table");
     CheckQueries(c);
     CheckCache("k", c.k, c);
     CheckCache("v", c.v, c);
     if (c.lengths) CheckTensor("lengths", *c.lengths, c.q, at::kInt, {c.batch()});
-    if (c.starts) CheckTensor("starts", *c.starts, c.q, at::kInt, {c.batch() + 1});
+    if (c.starts) CheckStarts(c);
     if (c.sinks) CheckTensor("sinks", *c.sinks, c.q, at::kFloat, {c.q.size(0) * c.q.size(2)});
     if (c.paged()) {
         CheckTensor("table", *c.table, c.q, at::kInt, c.table->sizes());
         TORCH_CHECK_VALUE(c.keys() <= std::numeric_limits<int32_t>::max(), "table has room for ", c.keys(), " keys");
         CheckPages(c);
     }
-    if (c.starts) CheckStarts(c);
 }
 
 // ---- tiling and launch

@@ -13,6 +13,7 @@ struct AttentionPointers {
     void* anchors;
     void* units;
     void* lengths;
+    void* starts;
     void* sinks;
     void* mask;
     void* visits;
@@ -40,6 +41,7 @@ struct DecodePointers {
 struct ShiftPointers {
     void* k;
     void* lengths;
+    void* starts;
     void* matrix;
     void* keys;
     void* anchors;

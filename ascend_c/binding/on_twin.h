@@ -21,6 +21,7 @@ inline twin::Report ShiftOnTwin(bool exact, const ShiftPointers& p, const ShiftT
     ShiftArguments given{};
     given.k = memory.Input<half>("k", p.k, rows * t.dim);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.heads / t.kv_heads);
+    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{t.sequences} + 1);
     given.matrix = memory.Input<half>("matrix", p.matrix, kBlockKeys * kBlockKeys);
     given.keys = memory.Output<half>("keys", p.keys, rows * t.dim);
     given.anchors = memory.Output<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
@@ -45,6 +46,13 @@ inline size_t VisitWords(const AttentionTiling& t)
     return size_t{t.mask.batches} * t.mask.heads * DivideUp(t.rows, kTileRows) * (t.blocks + 1) * kVisitWords;
 }
 
+// FP16 score tiles that the tiling may keep.
+inline size_t KeptTiles(const AttentionTiling& t)
+{
+    const size_t tiles = t.sequences > 0 ? PackedPieces(t.rows, t.sequences + 1) : DivideUp(t.rows, kTileRows);
+    return size_t{t.batch} * t.heads * tiles * t.blocks;
+}
+
 // `scores`: where to, if the tiling keeps them.
 inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const AttentionTiling& t, uint32_t cores,
                                  twin::Options options = {}, half* scores = nullptr)
@@ -53,7 +61,6 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     const size_t queries = size_t{t.batch} * t.heads * t.rows, keys = size_t{t.batch} * t.kv_heads * t.keys;
     const size_t blocks = size_t{t.batch} * t.kv_heads * t.blocks;
     const size_t shifted = exact ? keys : blocks * kBlockKeys;
-    const size_t tiles = size_t{t.batch} * t.heads * DivideUp(t.rows, kTileRows) * t.blocks;
     Arguments given{};
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
     given.keys = memory.Input<half>("keys", p.keys, shifted * t.dim);
@@ -61,6 +68,7 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * t.anchor_rows * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
+    given.starts = memory.Input<int32_t>("starts", p.starts, 2 * (size_t{t.sequences} + 1));
     given.sinks = memory.Input<float>("sinks", p.sinks, t.heads);
     given.mask = t.adds_mask ? memory.Input<float>("mask", p.mask, MaskElements(t))
                              : memory.Input<uint8_t>("mask", p.mask, MaskElements(t));
@@ -69,7 +77,7 @@ inline twin::Report AttendOnTwin(bool exact, const AttentionPointers& p, const A
     given.lse = memory.Output<float>("lse", p.lse, queries);
     given.largest = memory.Output<float>("largest", p.largest, queries);
     given.counts = memory.Output<float>("counts", p.counts, kCountRows * queries);
-    if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, tiles * kTileRows * kBlockKeys);
+    if (t.keep_scores) given.scores = memory.Scratch<half>("scores", scores, KeptTiles(t) * kTileRows * kBlockKeys);
     given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, t.workspace_bytes);
     options.shape = twin::Shape::mix_1_2;
     return memory.Launch("pasa_attention", cores, t.saturates != 0, options, [&] {
@@ -90,7 +98,7 @@ inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t,
     given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
     given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
-    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{a.batch} + 1);
+    given.starts = memory.Input<int32_t>("starts", p.starts, (t.has_table ? 1 : 2) * (size_t{a.batch} + 1));
     given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
     given.out = memory.Output<half>("out", p.out, queries * a.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);

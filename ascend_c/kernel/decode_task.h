@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "flags.h"
+#include "packed_rows.h"
 
 namespace pasa {
 
@@ -19,6 +20,8 @@ constexpr uint16_t kDecodeProductReady = 6;  // P V and the row sums are there
 // token i / group.
 struct DecodeItem {
     uint32_t sequence = 0;
+    uint32_t page = 0;       // of the sequence: its batch entry, if no table says
+    uint32_t first_key = 0;  // the row of the first key there
     uint32_t head = 0;    // KV head
     uint32_t token = 0;   // the first one, of all tokens of q
     uint32_t tokens = 0;
@@ -44,7 +47,8 @@ public:
           a_(tiling.attention)
     {
         if (a_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(arguments.lengths));
-        if (t_.has_starts) starts_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(arguments.starts));
+        if (t_.has_starts) queries_.Init(arguments.starts, a_.batch, a_.rows);
+        if (HasPackedKeys()) packed_keys_.Init(arguments.starts + (a_.batch + 1) * sizeof(int32_t), a_.batch, a_.keys);
         groups_ = AscendC::GetBlockNum();
     }
 
@@ -102,20 +106,29 @@ public:
     __aicore__ inline uint64_t FirstOf(uint32_t group) const { return total_ * group / groups_; }
 
 private:
+    // Return if the keys of all sequences lie one behind another.
+    __aicore__ inline bool HasPackedKeys() const { return t_.has_starts && !t_.has_table; }
+
     // The tiles of a sequence.
     __aicore__ inline uint32_t Enter(uint32_t sequence)
     {
         item_.sequence = sequence;
+        item_.page = HasPackedKeys() ? 0 : sequence;
         first_token_ = sequence * t_.tokens;
         tokens_ = t_.tokens;
         if (t_.has_starts) {
-            first_token_ = Clamped(starts_.GetValue(sequence), a_.rows);
-            const uint32_t end = Clamped(starts_.GetValue(sequence + 1), a_.rows);
-            tokens_ = end > first_token_ ? end - first_token_ : 0;
+            const Span tokens = queries_.Of(sequence);
+            first_token_ = tokens.first;
+            tokens_ = tokens.rows;
         }
         keys_ = a_.has_lengths ? Clamped(lengths_.GetValue(sequence), a_.keys) : a_.keys;
+        if (HasPackedKeys()) {
+            const Span keys = packed_keys_.Of(sequence);
+            item_.first_key = keys.first;
+            keys_ = keys.rows;
+        }
         // the mask is aligned to the last token and the last key: of each sequence, or of all as if they were as long
-        shift_ = static_cast<int64_t>(t_.has_table ? keys_ : a_.keys) - tokens_;
+        shift_ = static_cast<int64_t>(t_.has_table || t_.has_starts ? keys_ : a_.keys) - tokens_;
         return DivideUp(tokens_, t_.tile_tokens);
     }
 
@@ -134,7 +147,8 @@ private:
 
     const DecodeTiling& t_;
     const AttentionTiling& a_;
-    AscendC::GlobalTensor<int32_t> lengths_, starts_;
+    AscendC::GlobalTensor<int32_t> lengths_;
+    PackedRows queries_, packed_keys_;
     DecodeItem item_;
     uint32_t groups_ = 1;
     uint64_t total_ = 0, begin_ = 0, end_ = 0, passed_ = 0;  // blocks in line
@@ -143,7 +157,7 @@ private:
     int64_t shift_ = 0;  // keys that its first token sees, less one
 };
 
-// Where the keys or values of a sequence lie: in pages, or in a row as if in one page.
+// Where the keys or values of a sequence lie: in pages, or in a row as if in one page, which packed sequences share.
 class Cache {
 public:
     __aicore__ inline void Init(const DecodeTiling& tiling, GM_ADDR cache, GM_ADDR table, const CacheStrides& strides)
@@ -160,8 +174,8 @@ public:
     // in the cache is taken for the nearest one: nothing beyond the cache is read.
     __aicore__ inline AscendC::GlobalTensor<half> At(const DecodeItem& item, uint32_t key, uint32_t& count)
     {
-        const uint32_t index = key / slots_, slot = key % slots_;
-        uint32_t page = item.sequence;
+        const uint32_t row = item.first_key + key, index = row / slots_, slot = row % slots_;
+        uint32_t page = item.page;
         if (columns_ > 0) {
             page = Clamped(table_.GetValue(uint64_t{item.sequence} * columns_ + index), pages_ - 1);
         }

@@ -60,6 +60,7 @@ private:
     {
         if (rows > 0) BeginRows(rows);
         if (s.steps == 0) {
+            AscendC::PipeBarrier<PIPE_V>();  // the segment before may have been one without keys, too
             AscendC::Duplicate(Columns(kFrame), 0.0f, a_.dim);
             return;
         }

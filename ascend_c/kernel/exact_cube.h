@@ -21,7 +21,7 @@ class ExactCube {
 public:
     __aicore__ inline ExactCube(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
         : t_(tiling),
-          tasks_(tiling, arguments.lengths, arguments.visits),
+          tasks_(tiling, arguments.lengths, arguments.visits, arguments.starts),
           multiplier_(pipe)
     {
         q_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.q));
@@ -105,8 +105,7 @@ private:
     __aicore__ inline Tile LoadQueries(const Task& task)
     {
         const LaneTask& lane = task.lane[0];
-        const AscendC::GlobalTensor<half> from =
-            q_[(static_cast<uint64_t>(task.head) * t_.rows + lane.first_row) * t_.dim];
+        const AscendC::GlobalTensor<half> from = q_[(task.query_row + lane.first_row) * t_.dim];
         const uint32_t single = lane.rows - 1;  // the row that is loaded twice, if there is one more than rows
         Tile tile = query_tiles_.AllocTensor<half>();
         LoadTile(tile, from, rows_ > lane.rows && single > 0 ? single : lane.rows, t_.dim, t_.dim);
@@ -118,7 +117,7 @@ private:
     // Keys of the block of step j, and behind them its values.
     __aicore__ inline void LoadStep(const Task& task, uint32_t j)
     {
-        const uint64_t row = static_cast<uint64_t>(task.kv_head) * t_.keys + tasks_.Block(task, j) * kBlockKeys;
+        const uint64_t row = task.key_row + tasks_.Block(task, j) * kBlockKeys;
         const uint32_t count = KeysOf(task, j);
         Tile step = step_tiles_.AllocTensor<half>();
         LoadTile(step, keys_[row * t_.dim], count, t_.dim, t_.dim);
@@ -133,8 +132,7 @@ private:
         for (uint32_t first = 0; first < total; first += kHalfRows) {
             const uint32_t rows = Least(kHalfRows, total - first);
             Tile anchors = step_tiles_.AllocTensor<half>();
-            const uint64_t block = static_cast<uint64_t>(task.kv_head) * t_.blocks + task.first;
-            const uint64_t row = block * t_.anchor_rows + first;
+            const uint64_t row = (task.key_block + task.first) * t_.anchor_rows + first;
             LoadTile(anchors, anchors_[row * t_.dim], rows, t_.dim, t_.dim);
             step_tiles_.EnQue(anchors);
             anchors = step_tiles_.DeQue<half>();
@@ -207,9 +205,8 @@ private:
         if (((wanted_[0] | wanted_[1]) & kWantsWide) == 0) {
             Store(scores_[slot][first], c, rows_, count, kBlockKeys);
             if (!t_.keep_scores) return;
-            const uint64_t tile = (static_cast<uint64_t>(task.head) * DivideUp(t_.rows, kTileRows) +
-                                   task.lane[0].first_row / kTileRows) * t_.blocks + tasks_.Block(task, j);
-            Store(kept_[tile * kTileRows * kBlockKeys + first], c, task.lane[0].rows, count, kBlockKeys, rows_);
+            const uint64_t place = task.tile * t_.blocks + tasks_.Block(task, j);
+            Store(kept_[place * kTileRows * kBlockKeys + first], c, task.lane[0].rows, count, kBlockKeys, rows_);
             return;
         }
         for (uint32_t half = 0; half < 2; ++half) {

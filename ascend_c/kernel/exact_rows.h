@@ -89,8 +89,7 @@ protected:
         p.dstGap = (kHalfRows - padded) / kFloatBlock;
         const uint32_t block = tasks_.Block(task, j);
         AscendC::DataCopy(in, offsets_[0][t_.anchor_rows * (block - task.first) * kTileRows], p);
-        const uint64_t unit = (static_cast<uint64_t>(task.kv_head) * t_.blocks + block) * kUnitCopies;
-        AscendC::DataCopy(in[kGuessRow + kHalfRows], units_[unit], kUnitCopies);
+        AscendC::DataCopy(in[kGuessRow + kHalfRows], units_[(task.key_block + block) * kUnitCopies], kUnitCopies);
         offset_in_.EnQue(in);
     }
 

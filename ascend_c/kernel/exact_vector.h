@@ -23,6 +23,7 @@ public:
     {
         Task task;
         for (uint32_t turn = 0; tasks_.Get(turn, Group(), AscendC::GetBlockNum(), task); ++turn) {
+            if (task.lane[0].rows == 0) continue;
             Begin(task);
             for (uint32_t j = 0; j < task.steps; ++j) TakeScores(task, j);
             End(task);

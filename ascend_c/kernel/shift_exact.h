@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "key_columns.h"
+#include "packed_rows.h"
 
 namespace pasa {
 
@@ -19,6 +20,7 @@ public:
         anchors_.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(arguments.anchors));
         units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         if (t_.has_lengths) lengths_.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(arguments.lengths));
+        if (t_.sequences > 0) packed_.Init(arguments.starts, t_.sequences, t_.keys);
         pipe.InitBuffer(half_in_, 1, kBlockKeys * kFloats * sizeof(half));
         pipe.InitBuffer(half_out_, 1, kBlockKeys * t_.dim * sizeof(half));
         pipe.InitBuffer(row_out_, 1, kFloats * sizeof(half));
@@ -29,53 +31,57 @@ public:
     {
         const uint32_t total = t_.heads * t_.blocks;
         for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
-            const uint32_t count = Count(item / t_.blocks, item % t_.blocks);
-            if (count > 0) Shift(item / t_.blocks, item % t_.blocks, count);
+            const uint32_t head = item / t_.blocks, piece = item % t_.blocks;
+            const Span keys = KeysOf(head, t_.sequences > 0 ? packed_.Find(piece) : 0);
+            const uint32_t first = (piece - keys.piece) * kBlockKeys;  // of the sequence; below 0 it wraps beyond all rows
+            if (first >= keys.rows) continue;
+            Shift(head, piece, keys.first + first, Least(kBlockKeys, keys.rows - first), first == 0);
         }
     }
 
     // When all cores have made their anchors.
     __aicore__ inline void MakeFrames()
     {
-        const uint32_t parts = DivideUp(t_.dim, kFloats);
-        for (uint32_t item = AscendC::GetBlockIdx(); item < t_.heads * parts; item += AscendC::GetBlockNum()) {
-            StoreFrames(item / parts, item % parts * kFloats);
+        const uint32_t parts = DivideUp(t_.dim, kFloats), sequences = Largest(t_.sequences, 1);
+        const uint32_t total = t_.heads * sequences * parts;
+        for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
+            const uint32_t head = item / parts / sequences;
+            StoreFrames(head, KeysOf(head, item / parts % sequences), item % parts * kFloats);
         }
     }
 
 private:
     using Row = KeyColumns::Row;
 
-    // Keys that a head has.
-    __aicore__ inline uint32_t Keys(uint32_t head) const
+    // Keys that a head has, of a packed sequence if there are any.
+    __aicore__ inline Span KeysOf(uint32_t head, uint32_t sequence) const
     {
-        return t_.has_lengths ? Clamped(lengths_.GetValue(head / t_.kv_heads), t_.keys) : t_.keys;
+        if (t_.sequences > 0) return packed_.Of(sequence);
+        Span keys;
+        keys.rows = t_.has_lengths ? Clamped(lengths_.GetValue(head / t_.kv_heads), t_.keys) : t_.keys;
+        return keys;
     }
 
-    __aicore__ inline uint32_t Count(uint32_t head, uint32_t block) const
+    // The keys of a piece, from a row of the head on. `begins`: they are the first of their sequence.
+    __aicore__ inline void Shift(uint32_t head, uint32_t piece, uint32_t row, uint32_t count, bool begins)
     {
-        const uint32_t keys = Keys(head), first = block * kBlockKeys;
-        return keys <= first ? 0 : Least(kBlockKeys, keys - first);
-    }
-
-    __aicore__ inline void Shift(uint32_t head, uint32_t block, uint32_t count)
-    {
+        const uint64_t from = (static_cast<uint64_t>(head) * t_.keys + row) * t_.dim;
         AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
         for (uint32_t first = 0; first < t_.dim; first += kFloats) {
             const uint32_t width = Least(kFloats, t_.dim - first);
-            AscendC::LocalTensor<half> in = LoadRows(k_[KeyRow(head, block) * t_.dim + first], width, count, 1);
+            AscendC::LocalTensor<half> in = LoadRows(k_[from + first], width, count, 1);
             columns_.template TakeAnchorOff<Chip>(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
-            StoreAnchor(head, block, first, width);
+            StoreAnchor(head, piece, first, width, begins);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
         Chip::FillUp(out, t_.dim, count);
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
-        Chip::Store(keys_[Chip::Place(t_, head, block)], out, t_.dim, count);
+        Chip::Store(keys_[Chip::Place(t_, head, piece, row)], out, t_.dim, count);
         half_out_.FreeTensor(out);
-        StoreUnit(head, block, unit);
+        StoreUnit(head, piece, unit);
     }
 
     // FP16 (count, width), 64 numbers a row, of rows that are `apart` rows of the head dimension apart.
@@ -93,22 +99,22 @@ private:
         return half_in_.DeQue<half>();
     }
 
-    __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t row) const
+    __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t piece, uint32_t row) const
     {
-        return (static_cast<uint64_t>(head) * t_.anchor_rows * t_.blocks + row) * t_.dim;
+        return ((static_cast<uint64_t>(head) * t_.blocks + piece) * t_.anchor_rows + row) * t_.dim;
     }
 
     // Of the first block also what the anchor leaves of the mean, in the second row, which StoreFrames writes for others.
     // Where blocks have a third row, all of them store it there.
-    __aicore__ inline void StoreAnchor(uint32_t head, uint32_t block, uint32_t first, uint32_t width)
+    __aicore__ inline void StoreAnchor(uint32_t head, uint32_t piece, uint32_t first, uint32_t width, bool begins)
     {
         RowMath math(0, width);
-        StoreHalfRow(columns_.Anchor(), AnchorRow(head, t_.anchor_rows * block) + first, width, math);
+        StoreHalfRow(columns_.Anchor(), AnchorRow(head, piece, 0) + first, width, math);
         const bool has_third = t_.anchor_rows == 3;
-        if (block > 0 && !has_third) return;
+        if (!begins && !has_third) return;
         const Row residual = columns_.Residual(math);
-        if (block == 0) StoreHalfRow(residual, AnchorRow(head, 1) + first, width, math);
-        if (has_third) StoreHalfRow(residual, AnchorRow(head, 3 * block + 2) + first, width, math);
+        if (begins) StoreHalfRow(residual, AnchorRow(head, piece, 1) + first, width, math);
+        if (has_third) StoreHalfRow(residual, AnchorRow(head, piece, 2) + first, width, math);
     }
 
     __aicore__ inline void StoreHalfRow(const Row& row, uint64_t at, uint32_t width, RowMath& math)
@@ -121,34 +127,28 @@ private:
         row_out_.FreeTensor(out);
     }
 
-    // The first of a block.
-    __aicore__ inline uint64_t KeyRow(uint32_t head, uint32_t block) const
-    {
-        return static_cast<uint64_t>(head) * t_.keys + block * kBlockKeys;
-    }
-
-    __aicore__ inline void StoreUnit(uint32_t head, uint32_t block, float unit)
+    __aicore__ inline void StoreUnit(uint32_t head, uint32_t piece, float unit)
     {
         AscendC::LocalTensor<float> out = unit_out_.AllocTensor<float>();
         AscendC::Duplicate(out, unit, static_cast<int32_t>(kUnitCopies));
         unit_out_.EnQue(out);
         out = unit_out_.DeQue<float>();
-        AscendC::DataCopy(units_[(static_cast<uint64_t>(head) * t_.blocks + block) * kUnitCopies], out, kUnitCopies);
+        AscendC::DataCopy(units_[(static_cast<uint64_t>(head) * t_.blocks + piece) * kUnitCopies], out, kUnitCopies);
         unit_out_.FreeTensor(out);
     }
 
     // f_j in place of a_j, and a_j - f_j behind it: 64 columns of all blocks but the first, whose anchor is f_1.
-    __aicore__ inline void StoreFrames(uint32_t head, uint32_t first)
+    __aicore__ inline void StoreFrames(uint32_t head, const Span& keys, uint32_t first)
     {
-        const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(Keys(head), kBlockKeys);
+        const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(keys.rows, kBlockKeys);
         if (blocks < 2) return;
         RowMath math(0, width);
-        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, 0) + first], width, 1, t_.anchor_rows);
+        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, keys.piece, 0) + first], width, 1, t_.anchor_rows);
         columns_.BeginFrames(in, math);
         half_in_.FreeTensor(in);
         for (uint32_t block = 1; block < blocks; block += kBlockKeys) {
             const uint32_t count = Least(kBlockKeys, blocks - block);
-            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, t_.anchor_rows * block) + first];
+            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, keys.piece + block, 0) + first];
             in = LoadRows(rows, width, count, t_.anchor_rows);
             columns_.FindFrames(in, width, count);
             half_in_.FreeTensor(in);
@@ -179,6 +179,7 @@ private:
     AscendC::GlobalTensor<half> k_, keys_, anchors_;
     AscendC::GlobalTensor<float> units_;
     AscendC::GlobalTensor<int32_t> lengths_;
+    PackedRows packed_;
     AscendC::TQue<AscendC::TPosition::VECIN, 1> half_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> half_out_, row_out_, unit_out_;
     KeyColumns columns_;

@@ -12,9 +12,9 @@ struct RowKeys {
     {
         AscendC::Cast(row, row, AscendC::RoundMode::CAST_RINT, count, 1, AscendC::UnaryRepeatParams(1, 1, 8, 8));
     }
-    static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t block)
+    static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t, uint32_t row)
     {
-        return (static_cast<uint64_t>(head) * t.keys + block * kBlockKeys) * t.dim;
+        return (static_cast<uint64_t>(head) * t.keys + row) * t.dim;
     }
     // Rows behind the last key.
     static __aicore__ inline void FillUp(const AscendC::LocalTensor<half>&, uint32_t, uint32_t) {}

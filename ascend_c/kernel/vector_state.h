@@ -47,21 +47,21 @@ protected:
     __aicore__ inline uint32_t RowsWithoutKeys(const Task& task, const LaneTask& lane, uint32_t j, uint32_t rows) const
     {
         if (task.keys <= j * kBlockKeys) return rows;
-        return RowsBefore(lane, j * kBlockKeys, rows);
+        return RowsBefore(task, lane, j * kBlockKeys, rows);
     }
 
     // How many of this core's first rows see at most so many keys, because of the causal mask.
-    __aicore__ inline uint32_t RowsBefore(const LaneTask& lane, uint32_t keys, uint32_t rows) const
+    __aicore__ inline uint32_t RowsBefore(const Task& task, const LaneTask& lane, uint32_t keys, uint32_t rows) const
     {
         if (!t_.causal) return 0;
-        const int64_t first = static_cast<int64_t>(keys) + t_.rows - t_.keys - t_.right - (lane.first_row + skipped_);
+        const int64_t first = static_cast<int64_t>(keys) - task.shift - t_.right - (lane.first_row + skipped_);
         return first <= 0 ? 0 : static_cast<uint32_t>(first < rows ? first : rows);
     }
 
     __aicore__ inline VectorState(const Arguments& arguments, const AttentionTiling& tiling, bool exact,
                                   AscendC::TPipe& pipe)
         : t_(tiling),
-          tasks_(tiling, arguments.lengths, arguments.visits),
+          tasks_(tiling, arguments.lengths, arguments.visits, arguments.starts),
           skipped_(AscendC::GetSubBlockIdx() * kHalfRows)
     {
         if (exact) units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
@@ -100,8 +100,8 @@ protected:
     __aicore__ inline void Hide(const Task& task, uint32_t i, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
         const uint32_t count = KeysOf(task, j);
-        const uint32_t without_keys = RowsBefore(task.lane[i], j * kBlockKeys, rows);
-        const uint32_t partial = RowsBefore(task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
+        const uint32_t without_keys = RowsBefore(task, task.lane[i], j * kBlockKeys, rows);
+        const uint32_t partial = RowsBefore(task, task.lane[i], j * kBlockKeys + count - 1, rows);  // later rows see all
         if (partial > 0 || count < kBlockKeys) {
             AscendC::PipeBarrier<PIPE_V>();
             if (without_keys > 0) HideColumns(tile, 0, without_keys, kHidden);
@@ -120,9 +120,9 @@ protected:
     __aicore__ inline void HideBeforeWindow(const Task& task, uint32_t j, uint32_t rows, const FloatTile& tile)
     {
         const uint32_t first_row = task.lane[0].first_row + skipped_, first_key = j * kBlockKeys;
-        if (tasks_.Before(first_row + rows - 1) <= first_key) return;
+        if (tasks_.Before(task, first_row + rows - 1) <= first_key) return;
         for (uint32_t r = 0; r < rows; ++r) {
-            const uint32_t before = tasks_.Before(first_row + r);
+            const uint32_t before = tasks_.Before(task, first_row + r);
             if (before <= first_key) continue;
             HideColumnsBefore(tile[r * kBlockKeys], Least(before - first_key, kBlockKeys), kHidden);
         }
@@ -235,7 +235,7 @@ protected:
 
     __aicore__ inline uint64_t FirstRow(const Task& task, const LaneTask& lane) const
     {
-        return static_cast<uint64_t>(task.head) * t_.rows + lane.first_row + skipped_;
+        return task.query_row + lane.first_row + skipped_;
     }
 
     const AttentionTiling& t_;

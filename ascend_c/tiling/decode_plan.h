@@ -80,11 +80,12 @@ inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, c
     t.tokens = layout.tokens;
     t.has_starts = layout.has_starts;
     t.has_table = layout.pages > 0;
-    t.pages = t.has_table ? layout.pages : shape.batch;
+    t.pages = t.has_table ? layout.pages : t.has_starts ? 1 : shape.batch;
     t.slots = t.has_table ? layout.slots : shape.keys;
     t.table_columns = layout.table_columns;
     Require(t.slots > 0, "slots=0 must be above 0");
     Require(!t.has_table || settings.has_lengths, "a cache in pages needs lengths");
+    Require(t.has_table || !t.has_starts || !settings.has_lengths, "packed sequences take no lengths: starts have them");
     Require(!t.has_table || shape.keys <= uint64_t{layout.table_columns} * layout.slots,
             "keys=" + std::to_string(shape.keys) + " do not fit into " + std::to_string(layout.table_columns) +
                 " pages of " + std::to_string(layout.slots));

@@ -65,6 +65,7 @@ struct Settings {
     MaskTiling mask{};
     bool saturates = false;
     bool has_lengths = false;
+    uint32_t sequences = 0;  // packed into one batch entry; 0: none
     bool has_sinks = false;
     bool has_largest = false;
     bool has_counts = false;
@@ -118,6 +119,21 @@ inline uint32_t WithinLength(int64_t side)
     return static_cast<uint32_t>(side < longest ? side : longest);
 }
 
+// Blocks of keys that an anchor row may belong to.
+constexpr uint32_t AnchorBlocks(uint32_t keys, uint32_t sequences)
+{
+    return sequences > 0 ? PackedPieces(keys, sequences) : DivideUp(keys, kBlockKeys);
+}
+
+inline void CheckPacked(const Shape& shape, const Settings& settings)
+{
+    if (settings.sequences == 0) return;
+    Require(settings.exact, "the published recovery takes no packed sequences");
+    Require(shape.batch == 1, "batch=" + std::to_string(shape.batch) + " must be 1: packed sequences are one batch entry");
+    Require(!settings.has_lengths, "packed sequences take no lengths: their starts have them");
+    Require(!settings.has_mask, "packed sequences take no mask");
+}
+
 inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
 {
     CheckShape(shape);
@@ -126,6 +142,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
             "unbiased_columns=" + std::to_string(settings.unbiased_columns) + " is above 64 or dim");
     Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
     Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
+    CheckPacked(shape, settings);
     Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
     Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
     Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
@@ -140,8 +157,9 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.kv_heads = shape.kv_heads;
     t.rows = shape.rows;
     t.keys = shape.keys;
+    t.sequences = settings.sequences;
     t.dim = shape.dim;
-    t.blocks = DivideUp(shape.keys, kBlockKeys);
+    t.blocks = AnchorBlocks(shape.keys, settings.sequences);
     t.tile_rows = kTileRows;
     t.token_rows = 1;
     t.parts = 1;
@@ -169,7 +187,7 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.to_bf16 = settings.to_bf16;
     t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
-    t.lane = LaneParts(t.dim, t.anchor_rows * t.blocks);
+    t.lane = LaneParts(t.dim, t.anchor_rows * DivideUp(shape.keys, kBlockKeys));  // no sequence is longer
     t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane.bytes;
     return t;
 }
@@ -180,15 +198,19 @@ inline float ScaleUnit(double scale)
     return static_cast<float>(std::fmin(1.0, std::exp2(std::floor(std::log2(scale) + 0.5))));
 }
 
-inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths, bool begins_anywhere)
+inline ShiftTiling PlanShift(const Shape& shape, double scale, bool saturates, bool has_lengths, bool begins_anywhere,
+                             uint32_t sequences = 0)
 {
     CheckShape(shape);
+    Require(sequences == 0 || (shape.batch == 1 && !has_lengths),
+            "packed sequences are one batch entry, whose lengths are in its starts");
     ShiftTiling t{};
     t.heads = shape.batch * shape.kv_heads;
     t.kv_heads = shape.kv_heads;
     t.keys = shape.keys;
     t.dim = shape.dim;
-    t.blocks = DivideUp(shape.keys, kBlockKeys);
+    t.sequences = sequences;
+    t.blocks = AnchorBlocks(shape.keys, sequences);
     t.saturates = saturates;
     t.has_lengths = has_lengths;
     t.anchor_rows = AnchorRows(begins_anywhere);

@@ -27,6 +27,8 @@ constexpr uint32_t kCountRows = 7;  // kinds of counts: kernel/counted_rows.h
 // Words of each key block that a tile visits: the block, and bits of 64 rows each.
 PASA_ANYWHERE constexpr uint32_t VisitWords(uint32_t tile_rows) { return 1 + tile_rows / kHalfRows; }
 constexpr uint32_t kVisitWords = VisitWords(kTileRows);
+// Numbers for pieces of 128 rows of packed sequences, some of which have no rows: kernel/packed_rows.h.
+PASA_ANYWHERE constexpr uint32_t PackedPieces(uint32_t rows, uint32_t sequences) { return rows / kTileRows + sequences; }
 constexpr uint32_t kMaskTileBytes = kHalfRows * kBlockKeys / 8;  // 310P: bits of a mask, of 64 rows and a key block
 constexpr uint32_t kPartNumbers = 4;  // 310P: FP32 numbers of each row that a part of its keys leaves behind, beside O
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
@@ -61,6 +63,7 @@ struct AttentionTiling {
     uint32_t kv_heads;
     uint32_t rows;  // queries of a sequence
     uint32_t keys;
+    uint32_t sequences;  // exact: packed one behind another, in one batch entry; 0: batch entries alone
     uint32_t dim;     // a multiple of 16
     uint32_t blocks;  // of keys
     uint32_t tile_rows;  // query rows of a tile
@@ -124,11 +127,11 @@ struct DecodeTiling {
     uint32_t group;        // query heads of a KV head
     uint32_t tile_tokens;  // of a tile of query rows
     uint32_t tokens;       // of a sequence, if all have as many
-    uint32_t has_starts;   // otherwise: the first token of each sequence, and the end
+    uint32_t has_starts;   // otherwise: the first token of each sequence, and the end; without a table, packed keys too
     uint32_t has_table;    // keys are in pages
     uint32_t table_columns;
     uint32_t pages;
-    uint32_t slots;  // keys of a page; without pages, of a sequence
+    uint32_t slots;  // keys of a page; without pages, of a sequence, or of all that are packed
     uint64_t q_token;  // numbers between neighbours in q and the output: tokens, groups of heads
     uint64_t q_head;
     CacheStrides k;
@@ -140,6 +143,7 @@ struct ShiftTiling {
     uint32_t heads;  // batch entries times KV heads
     uint32_t kv_heads;
     uint32_t keys;
+    uint32_t sequences;  // exact: packed one behind another; 0: batch entries alone
     uint32_t dim;
     uint32_t blocks;
     uint32_t saturates;

@@ -89,7 +89,7 @@ twin::Report run(const Run& r, bool attends)
     std::vector<half> anchors(size_t{2} * r.blocks * r.dim);
     std::vector<float> units(size_t{pasa::kUnitCopies} * r.blocks);
     const pasa::ShiftTiling shift_tiling = pasa::PlanShift(shape, r.exact ? scale : 1.0, false, false, false);
-    const pasa::ShiftPointers shift{k.data(),    nullptr,        r.exact ? nullptr : matrix.data(),
+    const pasa::ShiftPointers shift{k.data(),    nullptr,        nullptr, r.exact ? nullptr : matrix.data(),
                                     keys.data(), r.exact ? anchors.data() : nullptr,
                                     r.exact ? units.data() : nullptr};
     const twin::Report shifted = pasa::ShiftOnTwin(r.exact, shift, shift_tiling, 1);
@@ -113,7 +113,7 @@ twin::Report run(const Run& r, bool attends)
     }
     std::vector<float> lse(r.queries);
     const pasa::AttentionPointers given{q.data(), keys.data(), v.data(),   shift.anchors, shift.units,
-                                        nullptr,  nullptr,     nullptr,    nullptr,       out.data(),
+                                        nullptr,  nullptr,     nullptr,    nullptr,       nullptr, out.data(),
                                         lse.data(), nullptr,     nullptr};
     return pasa::AttendOnTwin(r.exact, given, tiling, 1);
 }

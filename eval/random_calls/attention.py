@@ -29,6 +29,8 @@ FAR_DIMS = (96, 160, 256, 257, 512)
 SCALES = (None,) * 7 + (1e-4, 1.0, 30.0, 2.0**-80, 2.0**80)
 BASELINES = CHOICES["precision"][1:]
 LAST_LAYOUTS = ("NHD", "BSND")
+PACKED_LENGTHS = (0, 1, 2, 5, 17, 33)
+PACKED_TILES = (0, 1, 2, 33, 150, 300)  # of the NPU's kernels: a sequence may have several tiles and blocks
 PACKED_STRIDES = ("contiguous", "sliced", "turned", "offset", "reversed")  # those of `STRIDES` for three axes
 WINDOWS = ([0, 0], [3, 0], [17, -1], [-1, 4], [40, 9], [200, 200])
 SOFTCAPS = (1.0, 30.0, 50.0)
@@ -280,7 +282,9 @@ def draw_packed(rng: Random, backend: str | None = None) -> Params:
     """Draw sequences one behind the other; one may be empty."""
     params = draw(rng, backend) | {"mask": "none", "garbage": "none", "batch": 1, "layout": "HND", "diagnose": False}
     count = rng.randint(1, 4)
-    rows, keys = ([rng.choice((0, 1, 2, 5, 17, 33)) for _ in range(count)] for _ in range(2))
+    tiled = params["backend"] == NPU and params["recovery"] == "exact" and rng.random() < 0.5
+    lengths = PACKED_TILES if tiled else PACKED_LENGTHS
+    rows, keys = ([rng.choice(lengths) for _ in range(count)] for _ in range(2))
     rows[0], keys[0] = max(rows[0], 1), max(keys[0], 1)
     sizes = {"rows": sum(rows), "keys": sum(keys), "row_lengths": rows, "key_lengths": keys}
     how = {"strides": rng.choice(PACKED_STRIDES), "wide": rng.random() < 0.5, "spaced": rng.random() < 0.3}

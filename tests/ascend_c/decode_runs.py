@@ -54,6 +54,9 @@ def launch_decode(program: Program, x: Call, pages: Pages | None = None, **optio
     several = rows > 1
     settings = x.settings() | {"rows": batch * rows, "tokens": rows, "grouped": int(several)}
     arrays = {"q": by_tokens(x.q, kv_heads) if several else x.q, "k": x.k, "v": x.v}
+    if x.starts is not None:
+        settings |= {"batch": x.starts.shape[1] - 1, "tokens": 1, "grouped": 1, "starts": 1}
+        arrays |= {"q": by_tokens(x.q, kv_heads), "starts": x.starts.int()}
     if x.lengths is not None:
         arrays["lengths"] = x.lengths.int()
     if pages is not None:

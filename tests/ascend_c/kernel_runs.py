@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class Call:
     exact: bool = True
     overflow: Any = "inf"
     lengths: Tensor | None = None
+    starts: Tensor | None = None  # (2, sequences + 1): the one batch entry is packed sequences
     sinks: Tensor | None = None
     scale: float | None = None
     window: tuple[int, int] = operator_call.NO_WINDOW
@@ -56,7 +58,17 @@ class Call:
 
     @property
     def blocks(self) -> int:
-        return -(-self.k.shape[2] // BLOCK)
+        """Return how many blocks of keys have anchors; of packed sequences, how many could."""
+        keys = self.k.shape[2]
+        return -(-keys // BLOCK) if self.starts is None else keys // BLOCK + self.starts.shape[1] - 1
+
+    def sequences(self) -> list[tuple[slice, slice, Call]]:
+        """Return the rows and the keys of each packed sequence, and its call without packing."""
+        spans = [[slice(*pair) for pair in pairwise(each)] for each in self.starts.tolist()]
+        return [
+            (rows, keys, replace(self, q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys], starts=None))
+            for rows, keys in zip(*spans, strict=True)
+        ]
 
     @property
     def begins_anywhere(self) -> bool:
@@ -83,6 +95,7 @@ class Call:
         how = {"causal": int(self.causal), "exact": int(self.exact)}
         how |= {name: int(getattr(self, name) is not None) for name in ("lengths", "sinks", "mask")}
         how |= {"left": self.window[0], "right": self.window[1], "begins_anywhere": int(self.begins_anywhere)}
+        how |= {"sequences": 0 if self.starts is None else self.starts.shape[1] - 1}
         how |= {"largest": int(self.largest), "counts": int(self.counts)}
         how |= self.mask_settings()
         rounding = {"unbiased_columns": min(COLUMNS, dim), "to_bf16": int(self.unbiased == torch.bfloat16)}
@@ -110,6 +123,8 @@ def input_arrays(x: Call) -> dict[str, np.ndarray]:
     result = {"q": array(x.q), "k": array(x.k), "v": array(x.v)}
     if x.lengths is not None:
         result["lengths"] = array(x.lengths.int())
+    if x.starts is not None:
+        result |= {"starts": array(x.starts.int()), "key_starts": array(x.starts[1].int())}
     if x.sinks is not None:
         result["sinks"] = array(x.sinks.float())
     if x.mask is not None:
@@ -155,6 +170,8 @@ def launch_attention(program: Program, x: Call, shifted: dict[str, Tensor], **op
             result.arrays[name] = read(program, name, np.float32, x.q.shape[:3])
         if x.counts:
             result.arrays["counts"] = read(program, "counts", np.float32, (7, *x.q.shape[:3]))
+        if x.starts is not None:
+            return result
         tiles = read(program, "scores", np.float16, (batch, heads, -(-rows // BLOCK), x.blocks, BLOCK, BLOCK))
         flat = tiles.permute(0, 1, 2, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         result.arrays["scores"] = flat[:, :, :rows, : x.k.shape[2]]
@@ -191,6 +208,8 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
         matrix = matrix_of(x)[0].float()
         keys = [shift_paper(b, matrix, x.overflow) for b in whole_blocks(x.k.float(), BLOCK).split(BLOCK, 2)]
         return {"keys": torch.cat(keys, 2).half()}
+    if x.starts is not None:
+        return packed_by_reference(x)
     blocks = x.k.float().split(BLOCK, 2)
     unit = scores.scale_unit(x.softmax_scale)
     result = [shift_exact(b, unit) for b in blocks]
@@ -203,6 +222,25 @@ def shifted_by_reference(x: Call) -> dict[str, Tensor]:
     keys = torch.cat([block.keys for block in result], 2)
     units = torch.cat([block.unit for block in result], 2).expand(-1, -1, -1, 8)
     return {"keys": keys.half(), "anchors": torch.cat(rows, 2).half(), "units": units}
+
+
+def packed_by_reference(x: Call) -> dict[str, Tensor]:
+    """Return what `shifted_by_reference` returns, of packed sequences; the places of no block hold NaN."""
+    batch, heads, _, dim = x.k.shape
+    result = {
+        "keys": torch.full_like(x.k, torch.nan),
+        "anchors": torch.full((batch, heads, x.anchor_rows * x.blocks, dim), torch.nan).half(),
+        "units": torch.full((batch, heads, x.blocks, 8), torch.nan),
+    }
+    for index, (_, keys, one) in enumerate(x.sequences()):
+        if one.k.shape[2] == 0:
+            continue
+        first, shifted = keys.start // BLOCK + index, shifted_by_reference(one)
+        result["keys"][:, :, keys] = shifted["keys"]
+        result["units"][:, :, first : first + one.blocks] = shifted["units"]
+        rows = slice(first * x.anchor_rows, (first + one.blocks) * x.anchor_rows)
+        result["anchors"][:, :, rows] = shifted["anchors"]
+    return result
 
 
 def seen(x: Call) -> Tensor:

@@ -65,7 +65,7 @@ RULES = {
         "",
     ),
     "a window's left edge is not applied": (
-        "if (tasks_.Before(first_row + rows - 1) <= first_key)",
+        "if (tasks_.Before(task, first_row + rows - 1) <= first_key)",
         "if (true)",
     ),
     "a window hides its last key too": (
@@ -308,8 +308,55 @@ RULES = {
         "RowMath(r, r + 1).Set(Number(kSink), sinks_.GetValue(item.head * t_.group + r % t_.group));",
     ),
     "tokens of a sequence in pages are aligned to the end of its table": (
-        "shift_ = static_cast<int64_t>(t_.has_table ? keys_ : a_.keys) - tokens_;",
-        "shift_ = static_cast<int64_t>(a_.keys) - tokens_;",
+        "shift_ = static_cast<int64_t>(t_.has_table || t_.has_starts ? keys_ : a_.keys) - tokens_;",
+        "shift_ = static_cast<int64_t>(t_.has_starts && !t_.has_table ? keys_ : a_.keys) - tokens_;",
+    ),
+    "decoded keys of a packed sequence are the first ones": ("item_.first_key = keys.first;", ""),
+    "a packed sequence has a batch entry": ("item_.page = HasPackedKeys() ? 0 : sequence;", "item_.page = sequence;"),
+    "decoded rows see the keys of all packed sequences": ("keys_ = keys.rows;", ""),
+    "packed rows are aligned to the end of all keys": (
+        "task.shift = static_cast<int64_t>(keys.rows) - queries.rows;",
+        "",
+    ),
+    "tiles of a packed sequence are counted from the first sequence": (
+        "lane.first_row = ((slot - queries.piece) * tiling_.lanes + i) * tiling_.tile_rows;",
+        "lane.first_row = (slot * tiling_.lanes + i) * tiling_.tile_rows;",
+    ),
+    "rows behind the last packed sequence see keys": (
+        "keys = sequence < tiling_.sequences ? keys_.Of(sequence) : Span();",
+        "keys = keys_.Of(sequence);",
+    ),
+    "queries of a packed sequence are the first ones": (
+        "task.query_row = static_cast<uint64_t>(task.head) * tiling_.rows + queries.first;",
+        "task.query_row = static_cast<uint64_t>(task.head) * tiling_.rows;",
+    ),
+    "keys of a packed sequence are the first ones": (
+        "task.key_row = static_cast<uint64_t>(task.kv_head) * tiling_.keys + keys.first;",
+        "task.key_row = static_cast<uint64_t>(task.kv_head) * tiling_.keys;",
+    ),
+    "anchors of a packed sequence are the first ones": (
+        "task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks + keys.piece;",
+        "task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks;",
+    ),
+    "the first piece of a packed sequence belongs to the one before": (
+        "if (Piece(middle) <= piece)",
+        "if (Piece(middle) < piece)",
+    ),
+    "packed lengths may end behind the last row": (
+        "return Clamped(starts_.GetValue(sequence), rows_);",
+        "return static_cast<uint32_t>(starts_.GetValue(sequence));",
+    ),
+    "packed lengths may decrease": (
+        "span.rows = end > span.first ? end - span.first : 0;",
+        "span.rows = end - span.first;",
+    ),
+    "frames are those of the first packed sequence alone": (
+        "StoreFrames(head, KeysOf(head, item / parts % sequences), item % parts * kFloats);",
+        "StoreFrames(head, KeysOf(head, 0), item % parts * kFloats);",
+    ),
+    "only the first packed sequence has a mean above its anchor": (
+        "if (begins)",
+        "if (piece == 0)",
     ),
     "page numbers are not clamped": (
         "page = Clamped(table_.GetValue(uint64_t{item.sequence} * columns_ + index), pages_ - 1);",

@@ -216,7 +216,7 @@ def test_keys_of_the_published_recovery(npu, keys):
 def test_exact_shift_keeps_the_keys(npu, scale):
     """K' of the exact recovery has the bits of the reference, and so has the kernels' share of the scale."""
     k = torch.randn(1, 2, 200, 48).half() + 5
-    keys, anchors, units = npu.npu_shift_exact(k, None, scale, False, False)
+    keys, anchors, units = npu.npu_shift_exact(k, None, None, scale, False, False)
     assert (keys.shape, anchors.shape, units.shape) == ((1, 2, 200, 48), (1, 2, 4, 48), (1, 2, 2, 8))
     unit = min(1.0, 2.0 ** torch.tensor(scale).log2().add(0.5).floor().item())
     first = shift_exact(k[:, :, :128].float(), unit)
@@ -238,6 +238,7 @@ def call_arguments(**changed):
         "anchors": torch.zeros(2, 2, 4, 32, **half),
         "units": torch.ones(2, 2, 2, 8),
         "lengths": torch.tensor([150, 70], dtype=torch.int32),
+        "starts": None,
         "sinks": torch.zeros(4),
         "mask": None,
         "visits": None,
@@ -429,7 +430,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 @pytest.mark.parametrize("keys", [1, 128, 150])
 def test_shapes_of_shifted_keys_are_known_without_data(npu, keys):
     k = torch.randn(2, 2, keys, 32).half()
-    opcheck(npu.npu_shift_exact.default, (k, None, 0.125, False, True), test_utils=CHECKS)
+    opcheck(npu.npu_shift_exact.default, (k, None, None, 0.125, False, True), test_utils=CHECKS)
     matrix, _ = npu_backend.paper_matrix(1.0, None, k.device)
     opcheck(npu.npu_shift_paper.default, (whole_blocks(k, 128), matrix, False), test_utils=CHECKS)
 

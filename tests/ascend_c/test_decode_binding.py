@@ -106,7 +106,7 @@ def test_packed_sequences_of_a_few_rows(launches, is_causal):
     found, expected = (
         pasa.attention_varlen(q, k, v, edges_q, edges_k, 1, 300, backend=name, **how) for name in ("npu", "reference")
     )
-    assert launches
+    assert launches == [0]  # one for all sequences, whatever their lengths
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
@@ -195,8 +195,7 @@ def test_pages_that_the_kernel_cannot_read_are_gathered(launches, change, config
         x = type(x)(*(each.bfloat16() for each in (x.q, x.k, x.v)), x.table, x.lengths)
     how = {"config": pasa.PasaConfig(**config)}
     found, expected = (attend_paged(x, name, **how) for name in ("npu", "reference"))
-    assert launches == ([] if change == "paper" else launches)
-    assert all(tokens == 1 for tokens in launches)
+    assert launches == ([] if change == "paper" else [0])  # packed: the kernel reads the lengths
     torch.testing.assert_close(found, expected, atol=2.0**-7, rtol=2.0**-7)
 
 
@@ -265,7 +264,8 @@ REFUSED = [
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     (DENSE | {"lengths": None, "tokens": 4}, ValueError, "q has 6 tokens, expected tokens=4 for each of 3 sequences"),
-    (DENSE | {"lengths": None, "tokens": 2, "starts": ints(0, 1, 2, 6)}, ValueError, "starts come with a table"),
+    (DENSE | {"lengths": None, "tokens": 2, "starts": ints(0, 1, 2, 6)}, ValueError,
+     r"starts has shape \[4\], expected \[2, sequences \+ 1\] without a table"),
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tests.ascend_c.kernel_runs import (
     shifted_by_reference,
 )
 from tests.ascend_c.mutants import tried_now, write_mutants
+from tests.ascend_c.test_packed import packed_call
 from tests.ascend_c.twin_build import FAST, PROGRAMS, Program, build
 
 LEAST = 40  # how many there are to be
@@ -245,6 +246,21 @@ CALLS = [
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below
+    packed_call([(70, 130), (130, 140), (20, 150)], bias=20.0, causal=True),  # every number of a piece has keys
+]
+
+
+def wrong_starts(queries, keys):
+    """Return a call of 130 rows and 150 keys with lengths that are wrong, but give no row to two sequences."""
+    return replace(packed_call([(130, 150)]), starts=torch.tensor([queries, keys]))
+
+
+# Packed sequences with places of anchors that hold nothing, which shift_keys leaves as they were.
+PACKED = [
+    packed_call([(0, 40), (130, 0), (65, 140), (1, 3)], heads=2, bias=20.0, window=(40, 3)),
+    replace(packed_call([(70, 150), (60, 20), (70, 20)]), starts=torch.tensor([[0, 70, 130], [0, 150, 170]])),
+    wrong_starts([0, 100, 5000], [0, 100, 5000]),
+    wrong_starts([60, 0, 60], [60, 0, 100]),
 ]
 
 
@@ -283,6 +299,8 @@ DECODED = [
     (*mixed_batch(48), 2),
     (*wrong_pages(), 1),
     (random_call(1, 2, 1, 3, 280, 64, causal=True, overflow="saturate", unbiased=torch.float16), None, 2),
+    (packed_call([(1, 300), (0, 40), (3, 150), (5, 2)], heads=4, causal=True), None, 2),
+    (packed_call([(1, 0), (1, 0), (3, 40)], heads=1), None, 1),  # a vector core without rows, and no keys
 ]
 LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("deferred", 2), ("deferred", 3)]
 
@@ -327,6 +345,7 @@ def attempts(program):
     for x in CALLS:
         kernels.append(partial(launch_shift, program, x, cores=2))
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
+    kernels += [partial(launch_attention, program, x, shifted_by_reference(x), groups=1) for x in PACKED]
     kernels += [partial(launch_decode, program, x, pages, groups=groups) for x, pages, groups in DECODED]
     kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
     kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]

@@ -78,7 +78,10 @@ RULES = {
         "seeing.Add(Number(kBest), Number(kBest), Number(kScratch));",
         "",
     ),
-    "a window's left edge is not applied": ("if (tasks_.Before(first_row + rows_ - 1) <= first_key)", "if (true)"),
+    "a window's left edge is not applied": (
+        "if (tasks_.Before(task, first_row + rows_ - 1) <= first_key)",
+        "if (true)",
+    ),
     "a window hides its first key": (
         "tile.HideBeforeInRow(r, Least(before - first_key, kBlockKeys), kHiddenNats);",
         "tile.HideBeforeInRow(r, Least(before - first_key + 1, kBlockKeys), kHiddenNats);",

@@ -217,9 +217,9 @@ private:
     __aicore__ inline void HideBeforeWindow(const Task& task, uint32_t first_key, FractalTile& tile)
     {
         const uint32_t first_row = task.lane[0].first_row;
-        if (tasks_.Before(first_row + rows_ - 1) <= first_key) return;
+        if (tasks_.Before(task, first_row + rows_ - 1) <= first_key) return;
         for (uint32_t r = 0; r < rows_; ++r) {
-            const uint32_t before = tasks_.Before(first_row + r);
+            const uint32_t before = tasks_.Before(task, first_row + r);
             if (before <= first_key) continue;
             tile.HideBeforeInRow(r, Least(before - first_key, kBlockKeys), kHiddenNats);
         }

@@ -15,7 +15,7 @@ struct FractalKeys {
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Adds(row, row, -0x1.8p23f, count, 1, in_place);
     }
-    static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t block)
+    static __aicore__ inline uint64_t Place(const ShiftTiling& t, uint32_t head, uint32_t block, uint32_t)
     {
         return (static_cast<uint64_t>(head) * t.blocks + block) * kBlockKeys * t.dim;
     }

@@ -50,7 +50,7 @@ private:
         FractalKeys::FillUp(out, t_.dim, count);
         out_.EnQue(out);
         out = out_.DeQue<half>();
-        FractalKeys::Store(values_[FractalKeys::Place(t_, head, block)], out, t_.dim, count);
+        FractalKeys::Store(values_[FractalKeys::Place(t_, head, block, block * kBlockKeys)], out, t_.dim, count);
         out_.FreeTensor(out);
     }
 

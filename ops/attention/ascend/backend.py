@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pasa.ops import envs
 from pasa.ops.attention.ascend import build_record, decode, on_310p
-from pasa.ops.attention.ascend.inputs import attend_packed, pad_head_dim
+from pasa.ops.attention.ascend.inputs import attend_padded, pad_head_dim
 from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
 from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
@@ -29,6 +29,7 @@ from pasa.ops.attention.spec.shift_keys import whole_blocks
 from pasa.ops.devices import ASCEND_310P, npu_chip
 from pasa.ops.numerics.dither import COLUMNS
 from pasa.ops.numerics.shifting import shifting_matrix
+from pasa.ops.packed import largest_by_sequence
 
 if TYPE_CHECKING:
     from pasa.ops.backends import Request
@@ -42,22 +43,18 @@ OLDEST_ARCHITECTURE = "dav-2201"  # Atlas A2, which libraries that say nothing w
 def attend(call: Call) -> Results:
     """Attend as the reference does; a non-finite key or value that some query sees may reach every row of its head.
 
-    Packed sequences that one launch can serve are padded to the longest of them. The exact recovery
-    passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
-    Their lengths are read on the host, so a packed call cannot be captured in a graph.
+    On Atlas A2 the exact recovery reads the lengths of packed sequences on the device, so such a call waits for nothing
+    and can be captured in a graph. The published recovery and the 310P pad sequences (`_pad_sequences`).
 
     On Atlas A2, calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding.
-    Pages that it cannot read are gathered, and so are all pages on a 310P. Diagnostics of packed sequences take a
-    launch for each sequence.
+    Pages that it cannot read are gathered, and so are all pages on a 310P.
     """
     if call.pages is not None:
         if architecture() == on_310p.ARCHITECTURE or not decode.reads_pages(call):
             return attend_gathered(attend, call)
         out, lse = decode.decode_pages(call)
         return Results(out.to(call.q.dtype), lse)
-    if call.cu_q is not None and call.diagnose:
-        return attend_apart(attend, call)
-    if call.cu_q is None:
+    if call.cu_q is None or call.cu_k is None:
         call, mask = fold_mask(call, has_table=architecture() != on_310p.ARCHITECTURE)
         out, lse, largest, counts = _kernels(
             call, to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v"), mask=mask
@@ -69,12 +66,51 @@ def attend(call: Call) -> Results:
             _table(counts, call.scale) if call.diagnose else None,
         )
 
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return attend_apart(attend, call)  # launches nothing
+    if call.options.recovery == "paper" or architecture() == on_310p.ARCHITECTURE:
+        return _pad_sequences(call)
+    return _attend_packed(call, call.cu_q, call.cu_k)
+
+
+def _attend_packed(call: Call, cu_q: Tensor, cu_k: Tensor) -> Results:
+    """Attend within packed sequences by the exact recovery on Atlas A2, whose kernels read the lengths.
+
+    Lengths in host memory are checked; those on a device would have to be waited for.
+    """
+    if cu_q.device.type == cu_k.device.type == "cpu":
+        call.edges()
+    tensors = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
+    starts = torch.stack([x.to(call.q.device, torch.int32) for x in (cu_q, cu_k)])
+    if decode.decodes_packed(call):
+        out, lse = decode.decode_packed(call, *tensors, starts)
+        return Results(out.to(call.q.dtype), lse)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
+    out, lse, largest, counts = _kernels(call, q, k, v, starts=starts)
+    return Results(
+        torch.empty_like(call.q).copy_(out[0].transpose(0, 1)),
+        lse[0].T.contiguous(),
+        largest_by_sequence(largest[0].T, starts[0]) if call.max_logits else None,
+        _table(counts, call.scale) if call.diagnose else None,
+    )
+
+
+def _pad_sequences(call: Call) -> Results:
+    """Attend within packed sequences, those that one launch can serve padded to the longest of them.
+
+    The exact recovery passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
+    Lengths are read on the host, so such a call cannot be captured in a graph. Diagnostics take a launch for each
+    sequence.
+    """
+    if call.diagnose:
+        return attend_apart(attend, call)
+
     def together(q: Tensor, k: Tensor, v: Tensor, keys: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         exact = call.options.recovery == "exact"
         return _kernels(call, q, k, v, torch.tensor(keys, dtype=torch.int32).to(q.device) if exact else None)[:3]
 
     is_aligned = call.is_causal or call.window != NO_WINDOW
-    return Results(*attend_packed(call, _served_together(call.options, is_aligned), together))
+    return Results(*attend_padded(call, _served_together(call.options, is_aligned), together))
 
 
 def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[int, int], Hashable]:
@@ -92,18 +128,25 @@ def _served_together(options: AttentionOptions, is_aligned: bool) -> Callable[[i
 
 
 def _kernels(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None = None, mask: KernelMask | None = None
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    mask: KernelMask | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Shift the keys, then attend; returns FP16, or BF16 for unbiased rounding of BF16 inputs.
 
     The third result holds the largest score of each row (B, Hq, Sq), and is empty unless the call asks for max logits.
     The fourth one holds the counts of each row (7, B, Hq, Sq), and is empty unless the call asks for diagnostics.
 
-    `lengths` (B,), INT32, holds the number of keys of each batch entry. BF16 is rounded directly
-    because a second rounding would bring a bias back.
+    `lengths` (B,), INT32, holds the number of keys of each batch entry. `starts` (2, sequences + 1), INT32, holds the
+    cumulative lengths of packed queries and keys; then B is 1. BF16 is rounded directly because a second rounding would
+    bring a bias back.
     """
     is_310p = architecture() == on_310p.ARCHITECTURE
-    if mask is None and not is_310p and decode.decodes(call, q, k):
+    if mask is None and starts is None and not is_310p and decode.decodes(call, q, k):
         out, lse = decode.decode(call, q, k, v, lengths)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     dim = q.shape[-1]
@@ -115,20 +158,26 @@ def _kernels(
         out, lse, largest = on_310p.attend(call, q, k, v, lengths, None if mask is None else mask.elements)
         counts = lse.new_empty(0)
     else:
-        out, lse, largest, counts = _on_a2(call, q, k, v, lengths, mask)
+        out, lse, largest, counts = _on_a2(call, q, k, v, lengths, starts, mask)
     if mask is not None:
         not_finite = not_finite & mask.seeing | mask.invalid
     elif call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, q.device)
+        not_finite &= _sees_keys(call, q.shape[2], k.shape[2], lengths, starts, q.device)
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
     return out, lse.masked_fill(not_finite, torch.nan), largest, counts
 
 
 def _on_a2(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, mask: KernelMask | None
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    mask: KernelMask | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of prefill for Atlas A2; the results are those of `_kernels`."""
     options, scale, kernels = call.options, call.scale, torch.ops.pasa
@@ -139,7 +188,9 @@ def _on_a2(
         references = (None, None)
     else:
         begins_anywhere = mask is not None or call.window[0] >= 0
-        keys, *references = kernels.npu_shift_exact(k, lengths, scale, saturate, begins_anywhere)
+        keys, *references = kernels.npu_shift_exact(
+            k, lengths, None if starts is None else starts[1], scale, saturate, begins_anywhere
+        )
         invariance = 0.0
     unbiased = options.softmax == "unbiased"
     rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
@@ -150,6 +201,7 @@ def _on_a2(
         v,
         *references,
         lengths,
+        starts,
         sinks,
         *(mask or (None, None))[:2],
         call.is_causal,
@@ -172,13 +224,20 @@ def _table(counts: Tensor, scale: float) -> Tensor:
     return table
 
 
-def _sees_keys(call: Call, rows: int, keys: int, lengths: Tensor | None, device: torch.device) -> Tensor:
+def _sees_keys(
+    call: Call, rows: int, keys: int, lengths: Tensor | None, starts: Tensor | None, device: torch.device
+) -> Tensor:
     """Return which rows of a call without a mask see a key, broadcastable to (B, Hq, Sq)."""
-    lower, upper = call.band(rows, keys)
     row = torch.arange(rows, device=device)
-    least = torch.zeros_like(row) if lower is None else (row + lower).clamp(min=0)
-    last = torch.full_like(row, keys - 1) if upper is None else row + upper
+    aligned = row + keys - rows  # the key that a row is aligned with
     most = torch.tensor(keys, device=device) if lengths is None else lengths[:, None, None]
+    if starts is not None:
+        sequence = torch.searchsorted(starts[0, 1:].contiguous(), row.int(), right=True)
+        count, most = torch.nn.functional.pad(starts.diff(), (0, 1))[:, sequence]  # rows of no sequence see none
+        aligned = row - starts[0, sequence] + most - count
+    lower, upper = call.band(0, 0)
+    least = torch.zeros_like(row) if lower is None else (aligned + lower).clamp(min=0)
+    last = torch.full_like(row, keys - 1) if upper is None else aligned + upper
     return (least <= last) & (least < most) & (last >= 0)
 
 

@@ -45,6 +45,34 @@ def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) 
     return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
 
 
+def decodes_packed(call: Call) -> bool:
+    """Return whether the kernel serves a packed call: sequences have few rows, on average.
+
+    The host does not know the longest. A prompt among many short sequences takes a tile for every few tokens.
+    """
+    return _plain(call) and _are_few(-(-len(call.q) // call.sequences), call.q.shape[1] // call.k.shape[1])
+
+
+def decode_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend within packed FP16 sequences (T, H, D); returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
+
+    `starts` (2, sequences + 1), INT32, holds the cumulative lengths of queries and keys.
+    """
+    k, v = (_rows(x.transpose(0, 1).unsqueeze(0)) for x in (k, v))
+    dim = q.shape[-1]
+    q = pad_head_dim(q)
+    rows = q.view(len(q), k.shape[1], -1, q.shape[-1]).transpose(0, 1).contiguous()
+    out, lse = _launch(call, rows, k, v, None, None, starts, 0, dim)
+    return _by_token(out[..., :dim], lse, starts[0])
+
+
+def _by_token(out: Tensor, lse: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (Hkv, T, G, D) and (Hkv, T, G) as (T, Hq, D) and (T, Hq), with 0 and -inf behind the last sequence."""
+    out, lse = out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
+    behind = torch.arange(len(out), device=out.device) >= starts[-1]  # padding, which the kernel does not write
+    return out.masked_fill(behind[:, None, None], 0.0), lse.masked_fill(behind[:, None], -torch.inf)
+
+
 def reads_pages(call: Call) -> bool:
     """Return whether the kernel serves a paged call as it is; other calls gather their pages first."""
     fits = call.q.shape[-1] % DIM_STEP == 0 and call.q.shape[1] // call.k.shape[2] <= TILE_ROWS
@@ -89,11 +117,9 @@ def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
     rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
     rows = rows if starts is None else rows.contiguous()
     out, lse = _launch(call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1, dim)
-    out, lse = out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
     if starts is None:
-        return out, lse
-    behind = torch.arange(count, device=out.device) >= starts[-1]  # padding, which the kernel does not write
-    return out.masked_fill(behind[:, None, None], 0.0), lse.masked_fill(behind[:, None], -torch.inf)
+        return out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
+    return _by_token(out, lse, starts)
 
 
 def _launch(
@@ -107,7 +133,10 @@ def _launch(
     tokens: int,
     dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key."""
+    """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key.
+
+    `starts` (B + 1,) holds the cumulative lengths of queries, or (2, B + 1) also those of packed keys.
+    """
     options = call.options
     unbiased = options.softmax == "unbiased"
     rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
@@ -122,6 +151,8 @@ def _launch(
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
         keys = k.shape[2] if table is None else None
+        if starts is not None and table is None:
+            starts, lengths = starts[0], starts[1].diff()
         not_finite &= _sees_keys(q.shape[1], tokens, keys, lengths, starts, call.is_causal).to(q.device)[:, None]
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
 

@@ -1,4 +1,4 @@
-"""Pad tensors for NPU kernels, which need head dimensions in multiples of 16, and sequences of one length."""
+"""Pad tensors for NPU kernels: head dimensions to multiples of 16, and for some kernels sequences to one length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pad_head_dim(x: Tensor) -> Tensor:
     return padded.flatten().view(padded.shape)  # dimensions of one element may have had any stride
 
 
-def attend_packed(
+def attend_padded(
     call: Call,
     kind: Callable[[int, int], Hashable],
     attend: Callable[[Tensor, Tensor, Tensor, list[int]], tuple[Tensor, Tensor, Tensor]],

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call, is_tokens_first, to_fp16
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, hidden_keys
 from pasa.ops.numerics.formats import FORMATS, get_format
-from pasa.ops.packed import tile_table
+from pasa.ops.packed import largest_by_sequence, tile_table
 
 DECODE_ROWS = 16  # query rows of one head; more rows than this keep the matrix engine busy without splitting the keys
 FULL = 2**10  # rows of a call that no tile is cut for
@@ -208,10 +208,7 @@ class KernelCall(Call):
             return top if top is None else top.amax(-1)
         if self.cu_q is None:
             return top  # a row for each sequence
-        row = torch.arange(len(top), device=top.device)
-        owner = torch.searchsorted(self.cu_q[1:].to(row), row, right=True)  # `sequences` for padding
-        largest = top.new_full((self.sequences + 1, top.shape[1]), -torch.inf)
-        return largest.scatter_reduce(0, owner[:, None].expand_as(top), top, "amax")[:-1]
+        return largest_by_sequence(top, self.cu_q)
 
 
 def _half(x: Tensor, name: str) -> Tensor:

@@ -15,6 +15,7 @@ TWIN_CASE(attend)
     settings.causal = a.number("causal") != 0;
     settings.saturates = a.text("overflow") == "saturate";
     settings.has_lengths = a.number("lengths") != 0;
+    settings.sequences = number("sequences");
     settings.has_sinks = a.number("sinks") != 0;
     settings.has_largest = a.number("largest") != 0;
     settings.has_counts = a.number("counts") != 0;
@@ -35,11 +36,12 @@ TWIN_CASE(attend)
     chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
     const pasa::AttentionTiling tiling = pasa::PlanAttention(shape, settings, chip);
     const size_t rows = size_t{shape.batch} * shape.heads * shape.rows;
-    const size_t tiles = size_t{shape.batch} * shape.heads * pasa::DivideUp(shape.rows, pasa::kTileRows) * tiling.blocks;
+    const size_t tiles = pasa::KeptTiles(tiling);
     auto q = given<half>(a, "q"), keys = given<half>(a, "keys"), v = given<half>(a, "v");
     auto anchors = given<half>(a, "anchors", settings.exact);
     auto units = given<float>(a, "units", settings.exact);
     auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
+    auto starts = given<int32_t>(a, "starts", settings.sequences > 0);
     auto sinks = given<float>(a, "sinks", settings.has_sinks);
     auto mask = given<uint8_t>(a, "mask", settings.has_mask && !settings.adds_mask);
     auto bias = given<float>(a, "mask", settings.adds_mask);
@@ -48,7 +50,7 @@ TWIN_CASE(attend)
     std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0),
         counts(settings.has_counts ? pasa::kCountRows * rows : 0);
     const pasa::AttentionPointers pointers{data(q),       data(keys),   data(v),    data(anchors), data(units),
-                                           data(lengths), data(sinks),  settings.adds_mask ? data(bias) : data(mask), data(visits),  data(out),
+                                           data(lengths), data(starts), data(sinks), settings.adds_mask ? data(bias) : data(mask), data(visits),  data(out),
                                            data(lse),     data(largest), data(counts), nullptr};
     twin::Report report =
         pasa::AttendOnTwin(settings.exact, pointers, tiling, chip.cube_cores, a.options(), scores.data());
@@ -119,14 +121,15 @@ TWIN_CASE(shift)
     const bool exact = a.number("exact", 1) != 0;
     const pasa::ShiftTiling tiling = pasa::PlanShift(shape, exact ? real(a, "scale") : 1.0,
                                                      a.text("overflow") == "saturate", a.number("lengths") != 0,
-                                                     a.number("begins_anywhere") != 0);
+                                                     a.number("begins_anywhere") != 0, number("sequences"));
     const size_t blocks = exact ? size_t{tiling.heads} * tiling.blocks : 0;
     auto k = given<half>(a, "k"), matrix = given<half>(a, "matrix", !exact);
     auto lengths = given<int32_t>(a, "lengths", tiling.has_lengths != 0);
+    auto starts = given<int32_t>(a, "key_starts", tiling.sequences > 0);
     std::vector<half> keys(size_t{tiling.heads} * tiling.keys * tiling.dim);
     std::vector<half> anchors(blocks * tiling.anchor_rows * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
-    const pasa::ShiftPointers pointers{data(k),    data(lengths), data(matrix),
+    const pasa::ShiftPointers pointers{data(k),    data(lengths), data(starts), data(matrix),
                                        data(keys), data(anchors), data(units)};
     twin::Report report =
         pasa::ShiftOnTwin(exact, pointers, tiling, static_cast<uint32_t>(a.number("cores", 3)), a.options());
