@@ -19,11 +19,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import pasa
-from pasa.eval import cli, doctor
+from pasa.eval import cli
 from pasa.eval.commands import app
 from pasa.eval.kit.options import TRANSFORMERS, finish
-from pasa.ops.attention.ascend import backend as npu_backend
-from pasa.ops.attention.ascend import build_record
 
 RUNNER = CliRunner()
 TINY = ["bench", "rmse", "--heads", "1", "--seq", "130"]
@@ -149,35 +147,6 @@ def test_doctor_reports_reasons_and_passes_its_own_check() -> None:
     assert {status["name"] for status in found["backends"]} >= {"reference", "triton", "npu"}
     assert all(status["reason"] for status in found["backends"])
     assert "PASA_CACHE_DIR" in found["variables"]
-
-
-def test_doctor_says_whether_the_ascend_c_kernels_are_built() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PASA_ASCEND_LIBRARY", "/no/such/library.so")
-        npu_backend.library_error.cache_clear()
-        found = doctor.ascend_c()
-    npu_backend.library_error.cache_clear()
-    assert doctor.ascend_c_line(found) == (
-        "cannot run: there is no /no/such/library.so: "
-        "run `pasa build-ascend` where CANN is installed; "
-        "an NPU here would be served by backend 'triton'"
-    )
-    built = {"library": "/there.so", "why_not": None, "built_with": {}, "differences": {}}
-    assert doctor.ascend_c_line(built) == "built: /there.so"
-
-
-def test_doctor_says_that_the_ascend_c_kernels_are_built_for_another_cann(tmp_path, monkeypatch) -> None:
-    """The library still loads, so it serves; the line says what to do if its kernels fail."""
-    library, here = tmp_path / "libpasa_npu.so", {"torch": "2.9.0", "cann": "9.2.0"}
-    library.write_bytes(b"\x7fELF pasa-build:torch=2.9.0 cann=9.1.0\0")
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(library))
-    monkeypatch.setattr(build_record, "installed", lambda: here)
-    monkeypatch.setattr(npu_backend, "library_error", lambda: None)
-    assert doctor.ascend_c_line(doctor.ascend_c()) == (
-        f"built: {library}, with torch 2.9.0, cann 9.1.0; but cann 9.2.0 is installed: run `pasa build-ascend` again"
-    )
-    here["cann"] = "9.1.0"
-    assert doctor.ascend_c_line(doctor.ascend_c()) == f"built: {library}, with torch 2.9.0, cann 9.1.0"
 
 
 @pytest.mark.parametrize(

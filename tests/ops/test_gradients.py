@@ -61,8 +61,7 @@ def test_backward_operators_pass_opcheck(gradients):
     opcheck(torch.ops.pasa.attention_varlen_backward.default, (out, lse, q, k, v, *how))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiles_into_one_graph_with_its_backward_pass(backend):
+def test_compiles_into_one_graph_with_its_backward_pass():
     torch.compiler.reset()
     mask, sinks = torch.linspace(-1, 1, 70).requires_grad_(), torch.linspace(-1, 1, 4).half().requires_grad_()
 
@@ -75,7 +74,7 @@ def test_compiles_into_one_graph_with_its_backward_pass(backend):
         tensors = [*inputs(), mask, sinks]
         return torch.autograd.grad(function(*tensors), tensors)
 
-    for got, expected in zip(run(torch.compile(step, fullgraph=True, backend=backend)), run(step), strict=True):
+    for got, expected in zip(run(torch.compile(step, fullgraph=True)), run(step), strict=True):
         assert torch.allclose(got, expected, rtol=2**-9, atol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Weights that accelerate offloads: the same bits as without offloading, in the same place afterwards."""
 
 import copy
+from functools import cache
 
 import accelerate
 import pytest
@@ -72,14 +73,20 @@ def same(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
+@cache
+def in_memory(family):
+    """Return the outputs of a model that is not offloaded, before and after its conversion."""
+    model = large(family)
+    before = outputs(model, family)
+    pasa.to_fp16(model, FAMILIES[family].inputs())
+    return before, outputs(model, family)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", OFFLOADED)
 def test_an_offloaded_model_has_the_bits_of_one_in_memory(family, way):
-    plain = large(family)
-    pasa.to_fp16(plain, FAMILIES[family].inputs())
-    truth = outputs(plain, family)
+    before, truth = in_memory(family)
     model = large(family)
-    before = outputs(model, family)
     WAYS[way](model)
     data, meta = weights(model), {name for name, each in model.named_parameters() if each.is_meta}
     with pasa.to_fp16(model, FAMILIES[family].inputs(), keep_original="cpu") as handle:
@@ -181,13 +188,18 @@ def sequential(pipeline):
         accelerate.cpu_offload(model, "cpu", offload_buffers=len(model._parameters) > 0)
 
 
+@cache
+def picture_in_memory():
+    """Return the picture of a converted pipeline that is not offloaded."""
+    pipeline, call = build("StableDiffusionXLPipeline")
+    pasa.to_fp16(pipeline, {**call, "generator": torch.Generator().manual_seed(0)})
+    return run(pipeline, call)
+
+
 @pytest.mark.parametrize("offload", [lambda each: each.enable_model_cpu_offload(device="cpu"), sequential])
 def test_pictures_of_an_offloaded_pipeline(offload):
-    name = "StableDiffusionXLPipeline"
-    plain, call = build(name)
-    pasa.to_fp16(plain, {**call, "generator": torch.Generator().manual_seed(0)})
-    truth = run(plain, call)
-    pipeline, call = build(name)
+    truth = picture_in_memory()
+    pipeline, call = build("StableDiffusionXLPipeline")
     offload(pipeline)
     before = {part: weights(model) for part, model in models(pipeline).items()}
     with pasa.to_fp16(pipeline, {**call, "generator": torch.Generator().manual_seed(0)}, keep_original="cpu"):

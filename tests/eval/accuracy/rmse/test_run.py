@@ -46,10 +46,9 @@ def test_nan_share_is_that_of_table_4_up_to_sampling(case: RandomCase) -> None:
     assert abs(float(by_head.mean()) - (case.paper_nan_share or 0.0)) <= bound
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", PAPER_CASES, ids=lambda case: case.name)
-def test_exact_recovery(case, seed):
-    q, k, v = dataclasses.replace(case, shape=(1, 2, 1280, 128)).tensors(seed)
+def test_exact_recovery(case):
+    q, k, v = dataclasses.replace(case, shape=(1, 2, 1280, 128)).tensors(0)
     golden = golden_by_head(q, k, v)
     with pasa.record_diagnostics() as records:
         out = pasa.attention(q, k, v)
@@ -60,11 +59,10 @@ def test_exact_recovery(case, seed):
     assert error <= (1.1 if case.name in AS_FP32 else 2.0) * fp32
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", SHIFTED_UNIFORM, ids=lambda case: case.name)
-def test_published_recovery_is_better_than_partial(case, seed):
+def test_published_recovery_is_better_than_partial(case):
     """The paper's finding 2: every uniform case with a non-zero mean in which `partial` does not overflow."""
-    q, k, v = dataclasses.replace(case, shape=(1, 2, 1280, 128)).tensors(seed)
+    q, k, v = dataclasses.replace(case, shape=(1, 2, 1280, 128)).tensors(0)
     golden = golden_by_head(q, k, v)
     partial = pasa.attention(q, k, v, config=pasa.PasaConfig(precision="partial"))
     paper = pasa.attention(q, k, v, config=pasa.PasaConfig(recovery="paper"))

@@ -67,9 +67,14 @@ def compiler():
     return process, json.loads(process.stdout.readline())
 
 
+@functools.cache
+def record_read():
+    return json.loads(RECORD.read_text())
+
+
 def recorded(case, architecture):
     """Return the recorded outcome of a case, or None if the case has changed since."""
-    result = json.loads(RECORD.read_text()).get(f"{case['name']}-sm_{architecture}", {})
+    result = record_read().get(f"{case['name']}-sm_{architecture}", {})
     return result if result.get("key") == case["key"] else None
 
 
@@ -201,9 +206,9 @@ def list_cases():
 
 
 @functools.cache
-def lowering():
-    """The script that lowers kernels for an NPU, which knows what a kernel reaches."""
-    spec = importlib.util.spec_from_file_location("lower_triton_ascend", ROOT / "scripts" / "lower_triton_ascend.py")
+def sources():
+    """Return the module that knows what code a kernel reaches; scripts/ is not on the path of the process."""
+    spec = importlib.util.spec_from_file_location("kernel_sources", ROOT / "scripts" / "kernel_sources.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -213,8 +218,8 @@ def key_of(case, triton_version):
     """Eight digits for all that the outcome of a case depends on."""
     options = sorted(case.get("options", {}).items())
     compiling = [ast.parse(inspect.getsource(each)).body[0] for each in (compile_case, rowless_products, stack_bytes)]
-    code = [lowering().code_of(each) for each in compiling]
-    depends = [*code, repr(SETTINGS), triton_version, lowering().source_of(case), repr(options)]
+    code = [sources().code_of(each) for each in compiling]
+    depends = [*code, repr(SETTINGS), triton_version, sources().source_of(case), repr(options)]
     return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:8]
 
 
