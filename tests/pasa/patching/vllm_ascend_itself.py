@@ -282,13 +282,15 @@ def test_a_step_on_the_twin(launches, current, queries, state):
 
 
 @pytest.mark.parametrize(("queries", "state"), QUERIES, ids=str)
-def test_sinks_and_windows_on_the_twin(launches, current, queries, state):
+@pytest.mark.parametrize("bias", [0.0, 300.0])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_sinks_and_windows_on_the_twin(launches, current, queries, state, bias, windowed):
     """A window is served by gathering pages, with the same guarantee."""
-    sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()
-    step = Step([300, 17, 133], queries, common=common_of(state), slots=128)
+    sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()  # beside biased scores they have no weight
+    step = Step([300, 17, 133], queries, common=common_of(state), slots=128, bias=bias)
     output = torch.empty_like(step.q)
-    layer_of(current, step, sinks=sinks, sliding_window=90)(output)
-    golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(89, 0))
+    layer_of(current, step, sinks=sinks, sliding_window=90 if windowed else None)(output)
+    golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(89, 0) if windowed else None)
     assert worst((output, lse), (golden, lse))[0] <= BOUND
 
 
