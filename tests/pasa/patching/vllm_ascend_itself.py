@@ -35,6 +35,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig, _cached_get_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm_ascend.attention import attention_v1, utils  # noqa: E402
+from vllm_ascend.quantization.methods import kv_c8  # noqa: E402
 
 import pasa  # noqa: E402
 from pasa.ops.attention.ascend import decode as npu_decode  # noqa: E402
@@ -312,6 +313,16 @@ def test_layers_that_it_cannot_serve_stop_the_start(current, how, message):
     step = Step([40], [1], common=common_of(STATES.DecodeOnly), slots=128)
     with pytest.raises(NotImplementedError, match=f"does not support {message}"):
         layer_of(current, step, **how)
+
+
+def test_a_quantised_cache_is_refused_when_weights_are_made(current):
+    """Version 0.18 announces its C8 caches nowhere. Its method replaces the class of a layer."""
+    layer = get_attn_backend(64, torch.float16, "auto").get_impl_cls()(
+        4, 64, 0.125, 2, None, None, "auto", None, "decoder", None
+    )
+    method = kv_c8.AscendC8KVCacheAttentionMethod({}, "model.layers.0")
+    with pytest.raises(NotImplementedError, match=r"a layer that is turned into .*AscendC8AttentionBackendImpl"):
+        method.create_weights(SimpleNamespace(impl=layer))
 
 
 def test_attention_that_is_not_causal_is_refused(current):
