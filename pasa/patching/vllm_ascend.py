@@ -205,6 +205,11 @@ def _implementation(theirs: Any) -> type:
                 logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks,
             )  # fmt: skip
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            # vllm-ascend's quantisation of caches replaces the class of a layer, and some versions announce it nowhere.
+            refuse({f"a layer that is turned into {value}": name == "__class__"}, INSTEAD)
+            super().__setattr__(name, value)
+
         def forward_impl(
             self,
             query: Tensor,

@@ -329,6 +329,27 @@ HOST = [
         "tests/pasa/patching/test_vllm.py::test_decodes_and_prompts_in_one_step",
     ),
     mutant(
+        "a layer of a server loses its sinks",
+        "pasa/patching/vllm_layer.py",
+        "return cls(float(scale), window, logits_soft_cap or None, sinks)",
+        "return cls(float(scale), window, logits_soft_cap or None, None)",
+        "tests/pasa/patching/test_vllm.py::test_windows_caps_and_sinks",
+    ),
+    mutant(
+        "tokens of padding are a sequence without pages",
+        "pasa/patching/vllm_ascend.py",
+        "PasaMetadata.of(without_padding(common_attn_metadata))",
+        "PasaMetadata.of(common_attn_metadata)",
+        "tests/pasa/patching/test_vllm_ascend.py::test_decodes_and_prompts_in_one_step",
+    ),
+    mutant(
+        "vllm-ascend is asked for pasa and serves itself",
+        "pasa/patching/vllm_ascend.py",
+        "        attention.backend = chosen\n",
+        "",
+        "tests/pasa/patching/test_vllm_ascend.py::test_the_setting_reaches_the_class",
+    ),
+    mutant(
         "a continuous batch sees keys one before the window",
         "pasa/patching/transformers_packed.py",
         "(sliding_window - 1, -1)",

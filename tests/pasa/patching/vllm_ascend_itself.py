@@ -35,6 +35,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig, _cached_get_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 from vllm_ascend.attention import attention_v1, utils  # noqa: E402
+from vllm_ascend.quantization.methods import kv_c8  # noqa: E402
 
 import pasa  # noqa: E402
 from pasa.ops.attention.ascend import decode as npu_decode  # noqa: E402
@@ -282,13 +283,15 @@ def test_a_step_on_the_twin(launches, current, queries, state):
 
 
 @pytest.mark.parametrize(("queries", "state"), QUERIES, ids=str)
-def test_sinks_and_windows_on_the_twin(launches, current, queries, state):
+@pytest.mark.parametrize("bias", [0.0, 300.0])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_sinks_and_windows_on_the_twin(launches, current, queries, state, bias, windowed):
     """A window is served by gathering pages, with the same guarantee."""
-    sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()
-    step = Step([300, 17, 133], queries, common=common_of(state), slots=128)
+    sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()  # beside biased scores they have no weight
+    step = Step([300, 17, 133], queries, common=common_of(state), slots=128, bias=bias)
     output = torch.empty_like(step.q)
-    layer_of(current, step, sinks=sinks, sliding_window=90)(output)
-    golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(89, 0))
+    layer_of(current, step, sinks=sinks, sliding_window=90 if windowed else None)(output)
+    golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(89, 0) if windowed else None)
     assert worst((output, lse), (golden, lse))[0] <= BOUND
 
 
@@ -310,6 +313,16 @@ def test_layers_that_it_cannot_serve_stop_the_start(current, how, message):
     step = Step([40], [1], common=common_of(STATES.DecodeOnly), slots=128)
     with pytest.raises(NotImplementedError, match=f"does not support {message}"):
         layer_of(current, step, **how)
+
+
+def test_a_quantised_cache_is_refused_when_weights_are_made(current):
+    """Version 0.18 announces its C8 caches nowhere. Its method replaces the class of a layer."""
+    layer = get_attn_backend(64, torch.float16, "auto").get_impl_cls()(
+        4, 64, 0.125, 2, None, None, "auto", None, "decoder", None
+    )
+    method = kv_c8.AscendC8KVCacheAttentionMethod({}, "model.layers.0")
+    with pytest.raises(NotImplementedError, match=r"a layer that is turned into .*AscendC8AttentionBackendImpl"):
+        method.create_weights(SimpleNamespace(impl=layer))
 
 
 def test_attention_that_is_not_causal_is_refused(current):

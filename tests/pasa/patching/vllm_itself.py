@@ -139,7 +139,7 @@ def test_decodes_and_prompts_in_one_step(by_reference, v1, pasa_backend, layout,
 def test_sinks_and_windows(by_reference, v1, pasa_backend, layout):
     sinks = torch.tensor([3.0, 0.0, -2.0, 50.0]).half()
     cache = cache_of(pasa_backend, layout)
-    step = Step([40, 17, 33], [1, 4, 20], 3, layout is not None, v1.CommonAttentionMetadata, cache)
+    step = Step([40, 17, 33], [1, 4, 20], 3, layout is not None, v1.CommonAttentionMetadata, cache, bias=0.0)
     output = torch.empty_like(step.q)
     step.run(output, spec=spec_of(16), sinks=sinks, sliding_window=9)
     golden, lse = step.pages.golden(is_causal=True, sinks=sinks, window=(8, 0))

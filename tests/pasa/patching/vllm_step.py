@@ -33,11 +33,12 @@ class Step:
 
     packed: if True, the cache is (pages, heads, slots, 2 D), else (2, pages, slots, heads, D); common: class of the
     metadata for a builder; cache: function from the numbers of pages and of slots of a page to the cache; slots: number
-    of slots of a page.
+    of slots of a page; bias: of queries and keys. With 300, scores are eleven times FP16's largest number, so that no
+    sink in FP16 has a weight.
     """
 
-    def __init__(self, lengths, queries, padding=0, packed=False, common=Common, cache=None, slots=16):
-        self.pages = make_pages(lengths, slots=slots, queries=queries, bias=300.0, stale=7.0)
+    def __init__(self, lengths, queries, padding=0, packed=False, common=Common, cache=None, slots=16, bias=300.0):
+        self.pages = make_pages(lengths, slots=slots, queries=queries, bias=bias, stale=7.0)
         pages, (starts, ends) = self.pages, self.pages.edges
         new = [range(end - n, end) for n, end in zip(queries, ends[1:], strict=True)]
         where = [(b, key - ends[b]) for b, span in enumerate(new) for key in span]
