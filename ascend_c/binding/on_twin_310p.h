@@ -2,8 +2,10 @@
 #pragma once
 
 #include "../kernel/310p/attention.h"
+#include "../kernel/310p/decode.h"
 #include "../kernel/310p/merge.h"
 #include "../kernel/310p/shift.h"
+#include "../tiling/plan_310p.h"
 #include "launch_310p.h"
 #include "twin_memory.h"
 
@@ -17,7 +19,7 @@ inline twin::Options On310P(twin::Options options)
 }
 
 // K', anchors and units. Rows behind the last key of a sequence are not written.
-inline twin::Report ShiftOnTwin(const Shift310P& p, const ShiftTiling& t, uint32_t cores,
+inline twin::Report ShiftOnTwin(const ShiftPointers& p, const ShiftTiling& t, uint32_t cores,
                                 const twin::Options& options = {})
 {
     const size_t blocks = size_t{t.heads} * t.blocks;
@@ -35,7 +37,7 @@ inline twin::Report ShiftOnTwin(const Shift310P& p, const ShiftTiling& t, uint32
 }
 
 // V as fractals.
-inline twin::Report LayOutOnTwin(const Layout310P& p, const ShiftTiling& t, uint32_t cores,
+inline twin::Report LayOutOnTwin(const LayoutPointers& p, const ShiftTiling& t, uint32_t cores,
                                  const twin::Options& options = {})
 {
     TwinMemory memory;
@@ -46,7 +48,7 @@ inline twin::Report LayOutOnTwin(const Layout310P& p, const ShiftTiling& t, uint
     return memory.Launch("lay_out", cores, On310P(options), [&] { LayOut(given, t); });
 }
 
-inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& t, uint32_t cores,
+inline twin::Report AttendOnTwin(const AttentionPointers& p, const AttentionTiling& t, uint32_t cores,
                                  const twin::Options& options = {})
 {
     const size_t queries = size_t{t.batch} * t.heads * RoundUp(t.rows, kFractal);
@@ -55,7 +57,7 @@ inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& 
     Arguments given{};
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
     given.keys = memory.Input<half>("keys", p.keys, blocks * kBlockKeys * t.dim);
-    given.v = memory.Input<half>("values", p.values, blocks * kBlockKeys * t.dim);
+    given.v = memory.Input<half>("values", p.v, blocks * kBlockKeys * t.dim);
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
@@ -72,6 +74,28 @@ inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& 
     const twin::Report first = memory.Launch("attention_310p", cores, On310P(options), [&] { Attend(given, t); });
     if (!first.ok || t.parts == 1 || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
     return memory.Launch("merge_310p", cores, On310P(options), [&] { MergeParts(given, t); });
+}
+
+inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t, uint32_t cores,
+                                 const twin::Options& options = {})
+{
+    TwinMemory memory;
+    const AttentionTiling& a = t.attention;
+    const size_t rows = size_t{a.rows} * a.heads;
+    DecodeArguments given{};
+    given.q = memory.Input<half>("q", p.q, rows * a.dim);
+    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
+    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
+    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
+    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{a.batch} + 1);
+    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    given.out = memory.Kept<half>("out", p.out, rows * a.dim);
+    given.lse = memory.Kept<float>("lse", p.lse, rows * kUnitCopies);
+    given.workspace = memory.Kept<uint8_t>("parts", p.workspace, a.workspace_bytes);
+    const twin::Report first = memory.Launch("decode_310p", cores, On310P(options), [&] { Decode(given, t); });
+    if (!first.ok || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
+    return memory.Launch("merge_decoded_310p", cores, On310P(options), [&] { MergeDecoded(given, t); });
 }
 
 }  // namespace pasa

@@ -1,7 +1,7 @@
 // The host's side of tiling for the Ascend 310P: what fits, what is refused. Pure C++17, tested on the CPU.
 #pragma once
 
-#include "plan.h"
+#include "decode_plan.h"
 
 namespace pasa {
 
@@ -24,6 +24,22 @@ constexpr uint64_t L0CBytes310P(uint32_t dim)
 {
     return 4 * uint64_t{kHalfRows} * (2 * kBlockKeys + kHalfRows + 2 * (dim + kFractal));
 }
+// Bytes that decoding takes: kernel/310p/decode_rows.h, decode.h and decode_products.h.
+constexpr uint64_t DecodeUnifiedBytes310P(uint32_t dim)
+{
+    const uint64_t rows = kHalfRows, tile = rows * kBlockKeys, chunk = dim < kChunk ? dim : kChunk;
+    const uint64_t work = (kBlockKeys / 2 + 8) * rows, numbers = 11 * rows, columns = 6 * kMaxDim;
+    const uint64_t floats = tile + work + rows * dim + 3 * rows * kFractal + numbers + columns + rows * kFractal / 2;
+    const uint64_t halves = 2 * kBlockKeys * chunk + (dim <= kChunk ? 2 : 1) * kBlockKeys * kChunk + kMaxDim + kChunk;
+    return 4 * floats + 2 * halves;
+}
+constexpr uint64_t DecodeL1Bytes310P(uint32_t dim)
+{
+    return 2 * (2 * HalfTileNumbers(dim) + 4 * kBlockKeys * dim + HalfTileNumbers(kBlockKeys));
+}
+static_assert(DecodeUnifiedBytes310P(kChunk) <= kUnifiedBuffer310P &&
+                  DecodeUnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && DecodeL1Bytes310P(kMaxDim) <= kL1Of310P,
+              "every head dimension fits");
 static_assert(UnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && L1Bytes310P(kMaxDim) <= kL1Of310P &&
                   L0CBytes310P(kMaxDim) <= kL0COf310P,
               "every head dimension fits");
@@ -84,6 +100,27 @@ inline void CutKeys(AttentionTiling& t, uint32_t parts)
     t.parts = parts;
     const uint64_t tiles = uint64_t{t.batch} * t.heads * DivideUp(t.rows, kHalfRows);
     t.workspace_bytes = parts > 1 ? tiles * parts * (kPartNumbers + t.dim) * kHalfRows * sizeof(float) : 0;
+}
+
+// What a core leaves of its first segment and of its last, for the launch that merges them.
+constexpr DecodeWorkspace DecodeParts310P(uint32_t dim)
+{
+    DecodeWorkspace w{};
+    w.product_bytes = uint64_t{kDecodeRows} * dim * 4;
+    w.outputs = 0;
+    w.states = w.outputs + 2 * w.product_bytes;
+    w.ends = w.states + 2 * 2 * kDecodeRows * 4;
+    w.bytes = RoundUp<uint64_t>(w.ends + 2 * dim * 2, 512);
+    return w;
+}
+
+inline DecodeTiling PlanDecode310P(const Shape& shape, const DecodeLayout& layout, const Settings& settings,
+                                   uint32_t cores)
+{
+    DecodeTiling t = PlanTokens(PlanAttention310P(shape, settings), shape, layout, settings);
+    t.group_workspace = DecodeParts310P(shape.dim);
+    t.attention.workspace_bytes = uint64_t{cores} * t.group_workspace.bytes;
+    return t;
 }
 
 }  // namespace pasa

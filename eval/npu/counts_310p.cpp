@@ -19,9 +19,9 @@ int main(int argc, char** argv)
     std::vector<half> q(size_t{shape.rows} * dim), keys(numbers), values(numbers), anchors(size_t{2} * blocks * dim);
     std::vector<half> out(q.size());
     std::vector<float> units(size_t{pasa::kUnitCopies} * blocks, 1.0f), lse(shape.rows);
-    const pasa::Attention310P given{q.data(),     keys.data(), values.data(), anchors.data(),
+    const pasa::AttentionPointers given{q.data(),     keys.data(), values.data(), anchors.data(),
                                     units.data(), nullptr,     nullptr,       nullptr,
-                                    nullptr,      out.data(),  lse.data(),    nullptr,       nullptr};
+                                    nullptr,      out.data(),  lse.data(),    nullptr,       nullptr,  nullptr};
     const twin::Report report = pasa::AttendOnTwin(given, tiling, 1);
     const twin::Counters counted = report.total(twin::CoreKind::ai);
     std::printf("{\"report\": %s, \"L0C to UB\": %llu}\n", report.json().c_str(),

@@ -46,14 +46,13 @@ def attend(call: Call) -> Results:
     passes the numbers of keys to the kernel; the published one needs sequences of equal lengths.
     Their lengths are read on the host, so a packed call cannot be captured in a graph.
 
-    On Atlas A2, calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding.
-    Pages that it cannot read are gathered, and so are all pages on a 310P. Diagnostics of packed sequences take a
-    launch for each sequence.
+    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
+    cannot read are gathered. Diagnostics of packed sequences take a launch for each sequence.
     """
     if call.pages is not None:
-        if architecture() == on_310p.ARCHITECTURE or not decode.reads_pages(call):
+        if not decode.reads_pages(call):
             return attend_gathered(attend, call)
-        out, lse = decode.decode_pages(call)
+        out, lse = decode.decode_pages(_decode_kernel(), call)
         return Results(out.to(call.q.dtype), lse)
     if call.cu_q is not None and call.diagnose:
         return attend_apart(attend, call)
@@ -103,8 +102,8 @@ def _kernels(
     because a second rounding would bring a bias back.
     """
     is_310p = architecture() == on_310p.ARCHITECTURE
-    if mask is None and not is_310p and decode.decodes(call, q, k):
-        out, lse = decode.decode(call, q, k, v, lengths)
+    if mask is None and decode.decodes(call, q, k):
+        out, lse = decode.decode(_decode_kernel(), call, q, k, v, lengths)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
@@ -125,6 +124,11 @@ def _kernels(
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
     return out, lse.masked_fill(not_finite, torch.nan), largest, counts
+
+
+def _decode_kernel() -> decode.Kernel:
+    """Return the kernel of decoding for the chip of the library."""
+    return on_310p.decode if architecture() == on_310p.ARCHITECTURE else decode.on_a2
 
 
 def _on_a2(

@@ -1,10 +1,12 @@
-"""Call the Ascend C kernel of decoding: few query rows of many keys, which may lie in the pages of a cache.
+"""Call the Ascend C kernels of decoding: few query rows of many keys, which may lie in the pages of a cache.
 
 The query heads that share a key head are rows of one tile, so keys are read once. Nothing is read back
 from the device, so calls can be captured in a graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
 MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
+# The kernel of a chip. It takes the call, finite q (Hkv, T, G, D), k, v, the table of pages, lengths, starts, and the
+# tokens of a sequence, and returns output and LSE.
+Kernel = Callable[
+    [Call, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int], tuple[Tensor, Tensor]
+]
 
 
 def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
@@ -31,7 +38,9 @@ def _are_few(tokens: int, group: int) -> bool:
     return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
 
 
-def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def decode(
+    kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attend to dense FP16 tensors; returns (B, Hq, Sq, D) in FP16, or BF16 for unbiased BF16, and LSE (B, Hq, Sq).
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry.
@@ -40,7 +49,7 @@ def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) 
     kv_heads = k.shape[1]
     grouped = pad_head_dim(q).view(batch, kv_heads, heads // kv_heads, rows, -1).permute(1, 0, 3, 2, 4)
     tokens = grouped.flatten(1, 2) if rows == 1 else grouped.contiguous().flatten(1, 2)
-    out, lse = _launch(call, tokens, _rows(k), _rows(v), None, lengths, None, rows, dim)
+    out, lse = _launch(kernel, call, tokens, _rows(k), _rows(v), None, lengths, None, rows)
     out = out[..., :dim].unflatten(1, (batch, rows)).permute(1, 0, 3, 2, 4)
     return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
 
@@ -73,7 +82,7 @@ def _plain(call: Call) -> bool:
     return call.options.recovery == "exact" and not lacks
 
 
-def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
+def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
     """Attend from q (T, Hq, D) to pages; returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
 
     Raises
@@ -88,7 +97,7 @@ def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
     count, heads, dim = call.q.shape
     rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
     rows = rows if starts is None else rows.contiguous()
-    out, lse = _launch(call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1, dim)
+    out, lse = _launch(kernel, call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1)
     out, lse = out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
     if starts is None:
         return out, lse
@@ -97,6 +106,7 @@ def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
+    kernel: Kernel,
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -105,25 +115,37 @@ def _launch(
     lengths: Tensor | None,
     starts: Tensor | None,
     tokens: int,
-    dim: int,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key."""
-    options = call.options
-    unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(q).all(-1)
     q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
-    saturate = options.overflow == "saturate"
-    numbers = tokens, call.is_causal, call.scale, saturate, *rounding
-    out, lse = torch.ops.pasa.npu_decode(q, k, v, table, lengths, starts, sinks, *numbers)
-    if sinks is None:
+    out, lse = kernel(call, q, k, v, table, lengths, starts, tokens)
+    if call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
         keys = k.shape[2] if table is None else None
         not_finite &= _sees_keys(q.shape[1], tokens, keys, lengths, starts, call.is_causal).to(q.device)[:, None]
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
+
+
+def on_a2(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    lengths: Tensor | None,
+    starts: Tensor | None,
+    tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for Atlas A2, which is a `Kernel`."""
+    unbiased = call.options.softmax == "unbiased"
+    rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    numbers = tokens, call.is_causal, call.scale, call.options.overflow == "saturate", *rounding
+    out, lse = torch.ops.pasa.npu_decode(q, k, v, table, lengths, starts, sinks, *numbers)
+    return out, lse
 
 
 def _sees_keys(

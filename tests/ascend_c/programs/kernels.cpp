@@ -63,49 +63,15 @@ TWIN_CASE(attend)
 // pasa_decode on q (tokens, heads, D) and caches: rows of keys (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D).
 TWIN_CASE(decode)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
-    pasa::Settings settings;
-    settings.causal = a.number("causal") != 0;
-    settings.saturates = a.text("overflow") == "saturate";
-    settings.has_lengths = a.number("lengths") != 0;
-    settings.has_sinks = a.number("sinks") != 0;
-    settings.unbiased_columns = number("unbiased_columns");
-    settings.to_bf16 = a.number("to_bf16") != 0;
-    settings.scale = real(a, "scale");
-    pasa::DecodeLayout layout;
-    layout.tokens = number("tokens");
-    layout.has_starts = a.number("starts") != 0;
-    layout.pages = number("pages");
-    layout.slots = number("slots");
-    layout.table_columns = number("table_columns");
-    const uint64_t dim = shape.dim;
-    layout.q_head = a.number("grouped") != 0 ? shape.rows * (shape.heads / shape.kv_heads) * dim
-                                             : shape.heads / shape.kv_heads * dim;
-    layout.q_token = a.number("grouped") != 0 ? shape.heads / shape.kv_heads * dim : shape.heads * dim;
-    layout.k = layout.pages > 0
-                   ? pasa::CacheStrides{layout.slots * shape.kv_heads * dim, dim, shape.kv_heads * shape.dim}
-                   : pasa::CacheStrides{shape.keys * shape.kv_heads * dim, shape.keys * dim, shape.dim};
-    layout.v = layout.k;
+    choose_mutant(arguments);
+    DecodeInputs x(arguments);
     pasa::Chip chip = pasa::kChips[2];
-    chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
-    const pasa::DecodeTiling tiling = pasa::PlanDecode(shape, layout, settings, chip);
-    auto q = given<half>(a, "q"), k = given<half>(a, "k"), v = given<half>(a, "v");
-    auto table = given<int32_t>(a, "table", layout.pages > 0);
-    auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
-    auto starts = given<int32_t>(a, "starts", layout.has_starts);
-    auto sinks = given<float>(a, "sinks", settings.has_sinks);
-    const size_t rows = size_t{shape.rows} * shape.heads;
-    std::vector<half> out(rows * shape.dim);
-    std::vector<float> lse(rows);
-    const pasa::DecodePointers pointers{data(q),      data(k),     data(v),   data(table), data(lengths),
-                                        data(starts), data(sinks), data(out), data(lse),   nullptr};
-    twin::Report report = pasa::DecodeOnTwin(pointers, tiling, chip.cube_cores, a.options());
-    a.save("out", out.data(), out.size());
-    a.save("lse", lse.data(), lse.size());
+    chip.cube_cores = static_cast<uint32_t>(arguments.number("groups", 1));
+    const pasa::DecodeTiling tiling = pasa::PlanDecode(x.shape, x.layout, x.settings, chip);
+    std::vector<float> lse(x.rows());
+    twin::Report report =
+        pasa::DecodeOnTwin(x.pointers(lse.data(), nullptr), tiling, chip.cube_cores, arguments.options());
+    x.save(lse);
     return report;
 }
 

@@ -12,19 +12,24 @@ static void Require(const twin::Report& report)
     if (!overflows.empty()) throw std::runtime_error("a number saturated: " + report.json());
 }
 
-void LaunchShift(const Shift310P& given, const ShiftTiling& tiling, uint32_t cores, void*)
+void LaunchShift(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void*)
 {
     Require(ShiftOnTwin(given, tiling, cores));
 }
 
-void LaunchLayOut(const Layout310P& given, const ShiftTiling& tiling, uint32_t cores, void*)
+void LaunchLayOut(const LayoutPointers& given, const ShiftTiling& tiling, uint32_t cores, void*)
 {
     Require(LayOutOnTwin(given, tiling, cores));
 }
 
-void LaunchAttention(const Attention310P& given, const AttentionTiling& tiling, uint32_t cores, void*)
+void LaunchAttention(const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores, void*)
 {
     Require(AttendOnTwin(given, tiling, cores));
+}
+
+void LaunchDecode(const DecodePointers& given, const DecodeTiling& tiling, uint32_t cores, void*)
+{
+    Require(DecodeOnTwin(given, tiling, cores));
 }
 
 }  // namespace pasa
