@@ -4,9 +4,11 @@
 #include "../kernel/310p/attention.h"
 #include "../kernel/310p/decode.h"
 #include "../kernel/310p/merge.h"
+#include "../kernel/310p/probes.h"
 #include "../kernel/310p/shift.h"
 #include "../tiling/plan_310p.h"
 #include "launch_310p.h"
+#include "probes.h"
 #include "twin_memory.h"
 
 namespace pasa {
@@ -96,6 +98,29 @@ inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t,
     const twin::Report first = memory.Launch("decode_310p", cores, On310P(options), [&] { Decode(given, t); });
     if (!first.ok || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
     return memory.Launch("merge_decoded_310p", cores, On310P(options), [&] { MergeDecoded(given, t); });
+}
+
+inline twin::Report ProbeVectorOnTwin(const VectorProbePointers& p, uint32_t probe, uint32_t count,
+                                      const twin::Options& options = {})
+{
+    TwinMemory memory;
+    VectorProbeArguments given{};
+    given.x = memory.Input<float>("x", p.x, count);
+    given.y = memory.Input<float>("y", p.y, count);
+    given.z = memory.Output<float>("z", p.z, count);
+    return memory.Launch("probe_vector_310p", 1, On310P(options), [&] { ProbeCoreVector(given, probe, count); });
+}
+
+inline twin::Report ProbeProductOnTwin(const ProductProbePointers& p, uint32_t m, uint32_t n, uint32_t k,
+                                       const twin::Options& options = {})
+{
+    TwinMemory memory;
+    ProductProbeArguments given{};
+    given.a = memory.Input<half>("a", p.a, size_t{m} * k);
+    given.b = memory.Input<half>("b", p.b, size_t{n} * k);
+    given.stale = memory.Input<half>("stale", p.stale, size_t{kTileRows} * k);
+    given.c = memory.Scratch<float>("c", p.c, size_t{3} * kTileRows * kBlockKeys);
+    return memory.Launch("probe_product_310p", 1, On310P(options), [&] { ProbeCoreProduct(given, m, n, k); });
 }
 
 }  // namespace pasa

@@ -52,6 +52,19 @@ private:
     AscendC::TEventID stored_, loaded_;
 };
 
+// A row-major matrix in memory to a tile of fractals in L1, in pieces of 32 bytes.
+__aicore__ inline void LoadPieces(const AscendC::LocalTensor<half>& tile, const AscendC::GlobalTensor<half>& from,
+                                  uint32_t rows, uint32_t columns)
+{
+    AscendC::DataCopyParams p;
+    p.blockCount = rows;
+    p.blockLen = 1;
+    p.srcGap = columns / kFractal - 1;
+    for (uint32_t d = 0; d < columns; d += kFractal) {
+        AscendC::DataCopy(tile[d / kFractal * kColumnBlock], from[d], p);
+    }
+}
+
 class CoreProducts {
 public:
     using Tile = AscendC::LocalTensor<half>;

@@ -200,12 +200,6 @@ private:
         AscendC::Duplicate(in[count * width], static_cast<half>(0.0f), static_cast<int32_t>(rest * width));
     }
 
-    // Of a call on rows and one row that all of them share, a row in a repeat: its 16 columns go to fractals `rows` apart.
-    static __aicore__ inline AscendC::BinaryRepeatParams ToFractals(uint32_t rows, uint32_t width)
-    {
-        return AscendC::BinaryRepeatParams(rows, 1, 1, 1, width / kFractal, 0);
-    }
-
     __aicore__ inline void StoreFractals(StoredTile& to, uint32_t first, HalfTile& out, uint32_t width, uint32_t rows)
     {
         half_out_.EnQue(out);

@@ -33,7 +33,7 @@ public:
         rows_ = rows;
         const uint64_t first = static_cast<uint64_t>(task.head) * RoundUp(t_.rows, kFractal) + task.lane[0].first_row;
         Tile tile = query_tiles_.AllocTensor<half>();
-        LoadRows(tile, q_[first * t_.dim], rows);
+        LoadPieces(tile, q_[first * t_.dim], rows, t_.dim);
         query_tiles_.EnQue(tile);
         queries_ = query_tiles_.DeQue<half>();
         LoadStep(task, 0);
@@ -54,7 +54,7 @@ public:
     {
         const uint64_t row = static_cast<uint64_t>(task.kv_head) * 2 * t_.blocks + 2 * block;
         Tile anchors = anchor_tiles_.AllocTensor<half>();
-        LoadRows(anchors, anchors_[row * t_.dim], anchor_rows);
+        LoadPieces(anchors, anchors_[row * t_.dim], anchor_rows, t_.dim);
         anchor_tiles_.EnQue(anchors);
         anchors = anchor_tiles_.DeQue<half>();
         FormOffsets(anchors, anchor_rows);
@@ -78,18 +78,6 @@ private:
     __aicore__ inline uint32_t KeysOfStep(const Task& task, uint32_t j) const
     {
         return Least(kBlockKeys, task.keys - tasks_.Block(task, j) * kBlockKeys);
-    }
-
-    // A row-major matrix in memory to a tile of fractals, in pieces of 32 bytes.
-    __aicore__ inline void LoadRows(const Tile& tile, const AscendC::GlobalTensor<half>& from, uint32_t rows)
-    {
-        AscendC::DataCopyParams p;
-        p.blockCount = rows;
-        p.blockLen = 1;
-        p.srcGap = t_.dim / kFractal - 1;
-        for (uint32_t d = 0; d < t_.dim; d += kFractal) {
-            AscendC::DataCopy(tile[d / kFractal * kColumnBlock], from[d], p);
-        }
     }
 
     // Keys of the block of step j, and behind them its values: both lie in memory as fractals.

@@ -9,6 +9,7 @@ import torch
 
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend, build_record
+from tests.ascend_c.conftest import CHIP_310P
 from tests.ascend_c.twin_build import FAKES, build_library
 
 
@@ -17,10 +18,26 @@ def npu_library(shared_folder):
     return build_library(shared_folder / "twin")
 
 
+@pytest.fixture(scope="session")
+def npu_310p_library(shared_folder):
+    return build_library(shared_folder / "twin_310p", CHIP_310P)
+
+
 @pytest.fixture
 def npu(npu_library, monkeypatch):
     """Let the backend `npu` serve tensors of the CPU, by the library on the twin."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
+    yield from served_by(npu_library, monkeypatch)
+
+
+@pytest.fixture
+def npu_310p(npu_310p_library, monkeypatch):
+    """The same by the library for an Ascend 310P, on a machine that has one."""
+    monkeypatch.setenv("FAKE_SOC", CHIP_310P)
+    yield from served_by(npu_310p_library, monkeypatch)
+
+
+def served_by(library, monkeypatch):
+    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(library))
     monkeypatch.setattr(build_record, "installed", dict)
     backend.library_error.cache_clear()
     assert backend.library_error() is None
