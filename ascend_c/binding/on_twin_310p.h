@@ -78,25 +78,19 @@ inline twin::Report AttendOnTwin(const AttentionPointers& p, const AttentionTili
     return memory.Launch("merge_310p", cores, On310P(options), [&] { MergeParts(given, t); });
 }
 
+// The first launch of decoding, and the second one if `merges`.
 inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t, uint32_t cores,
-                                 const twin::Options& options = {})
+                                 const twin::Options& options = {}, bool merges = true)
 {
     TwinMemory memory;
     const AttentionTiling& a = t.attention;
     const size_t rows = size_t{a.rows} * a.heads;
-    DecodeArguments given{};
-    given.q = memory.Input<half>("q", p.q, rows * a.dim);
-    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
-    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
-    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
-    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
-    given.starts = memory.Input<int32_t>("starts", p.starts, size_t{a.batch} + 1);
-    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    DecodeArguments given = DecodeInputsOf(memory, p, t);
     given.out = memory.Kept<half>("out", p.out, rows * a.dim);
     given.lse = memory.Kept<float>("lse", p.lse, rows * kUnitCopies);
     given.workspace = memory.Kept<uint8_t>("parts", p.workspace, a.workspace_bytes);
     const twin::Report first = memory.Launch("decode_310p", cores, On310P(options), [&] { Decode(given, t); });
-    if (!first.ok || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
+    if (!merges || !first.ok || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
     return memory.Launch("merge_decoded_310p", cores, On310P(options), [&] { MergeDecoded(given, t); });
 }
 
@@ -104,10 +98,7 @@ inline twin::Report ProbeVectorOnTwin(const VectorProbePointers& p, uint32_t pro
                                       const twin::Options& options = {})
 {
     TwinMemory memory;
-    VectorProbeArguments given{};
-    given.x = memory.Input<float>("x", p.x, count);
-    given.y = memory.Input<float>("y", p.y, count);
-    given.z = memory.Output<float>("z", p.z, count);
+    const VectorProbeArguments given = ProbeArrays(memory, p, count);
     return memory.Launch("probe_vector_310p", 1, On310P(options), [&] { ProbeCoreVector(given, probe, count); });
 }
 
@@ -115,11 +106,7 @@ inline twin::Report ProbeProductOnTwin(const ProductProbePointers& p, uint32_t m
                                        const twin::Options& options = {})
 {
     TwinMemory memory;
-    ProductProbeArguments given{};
-    given.a = memory.Input<half>("a", p.a, size_t{m} * k);
-    given.b = memory.Input<half>("b", p.b, size_t{n} * k);
-    given.stale = memory.Input<half>("stale", p.stale, size_t{kTileRows} * k);
-    given.c = memory.Scratch<float>("c", p.c, size_t{3} * kTileRows * kBlockKeys);
+    const ProductProbeArguments given = ProbeArrays(memory, p, m, n, k);
     return memory.Launch("probe_product_310p", 1, On310P(options), [&] { ProbeCoreProduct(given, m, n, k); });
 }
 
