@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pasa.eval.check_device.npu.probes import INTEGERS
+from pasa.eval.check_device.npu.calls import INTEGERS
 from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.ascend.masks import find_visits, keeps

@@ -13,7 +13,7 @@ import torch
 
 from tests.adversaries import stalled, sunken
 from tests.ascend_c.decode_runs import launch_decode
-from tests.ascend_c.kernel_runs import BLOCK, Call
+from tests.ascend_c.kernel_runs import BLOCK, Call, launch_product_probe
 from tests.ascend_c.mutants import RULES as A2_RULES
 from tests.ascend_c.mutants import tried_now, write_mutants
 from tests.ascend_c.runs_310p import launch_attention, launch_shift
@@ -241,6 +241,7 @@ def attempts(program):
     calls = [(x, {}) for x in CALLS] + DECODING
     short, long = (list(launches(program, some)) for some in (calls, [(x, {}) for x in LONG]))
     short += [partial(exact_launch, launch_decode, program, x, pages, groups=n) for x, pages, n in CACHES]
+    short += [partial(exact_launch, launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = {launch: bits(launch, 0) for launch in short + long}
     assert None not in expected.values()
     ways = [Attempt(partial(each, mode=m, seed=s), expected[each]) for m, s in LAUNCHES for each in short]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "binding/pointers.h"
+#include "binding/probes.h"
 #include "harness.h"
 #include "tiling/decode_plan.h"
 
@@ -88,3 +89,30 @@ struct DecodeInputs {
     std::vector<int32_t> table, lengths, starts;
     std::vector<float> sinks;
 };
+
+// What `pasa check-device --npu` asks of a vector unit, on x and y. `launch` takes the pointers, the probe and a count.
+template <typename Launch>
+twin::Report run_vector_probe(const harness::Arguments& a, Launch launch)
+{
+    choose_mutant(a);
+    auto x = given<float>(a, "x"), y = given<float>(a, "y");
+    std::vector<float> z(x.size());
+    const twin::Report report = launch(pasa::VectorProbePointers{data(x), data(y), data(z)},
+                                       static_cast<uint32_t>(a.number("probe")), static_cast<uint32_t>(x.size()));
+    a.save("z", z.data(), z.size());
+    return report;
+}
+
+// The same of a cube unit, on a (m, k) and b (n, k). `launch` takes the pointers, m, n and k.
+template <typename Launch>
+twin::Report run_product_probe(const harness::Arguments& a, Launch launch)
+{
+    choose_mutant(a);
+    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
+    auto left = given<half>(a, "a"), right = given<half>(a, "b"), stale = given<half>(a, "stale");
+    std::vector<float> c(size_t{3} * pasa::kTileRows * pasa::kBlockKeys);
+    const twin::Report report = launch(pasa::ProductProbePointers{data(left), data(right), data(stale), data(c)},
+                                       number("m"), number("n"), number("k"));
+    a.save("c", c.data(), c.size());
+    return report;
+}

@@ -104,33 +104,19 @@ TWIN_CASE(shift)
     return report;
 }
 
-// What `pasa check-device --npu` asks of a vector core, on x and y.
 TWIN_CASE(probe_vector)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    auto x = given<float>(a, "x"), y = given<float>(a, "y");
-    std::vector<float> z(x.size());
-    const pasa::VectorProbePointers pointers{data(x), data(y), data(z)};
-    const uint32_t probe = static_cast<uint32_t>(a.number("probe")), count = static_cast<uint32_t>(x.size());
-    twin::Report report =
-        pasa::ProbeVectorOnTwin(pointers, probe, count, a.text("overflow") == "saturate", a.options());
-    a.save("z", z.data(), z.size());
-    return report;
+    return run_vector_probe(arguments, [&](const auto& pointers, uint32_t probe, uint32_t count) {
+        return pasa::ProbeVectorOnTwin(pointers, probe, count, arguments.text("overflow") == "saturate",
+                                       arguments.options());
+    });
 }
 
-// The same of a cube core, on a (m, k) and b (n, k).
 TWIN_CASE(probe_product)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    auto left = given<half>(a, "a"), right = given<half>(a, "b"), stale = given<half>(a, "stale");
-    std::vector<float> c(size_t{3} * pasa::kTileRows * pasa::kBlockKeys);
-    const pasa::ProductProbePointers pointers{data(left), data(right), data(stale), data(c)};
-    twin::Report report = pasa::ProbeProductOnTwin(pointers, number("m"), number("n"), number("k"), a.options());
-    a.save("c", c.data(), c.size());
-    return report;
+    return run_product_probe(arguments, [&](const auto& pointers, uint32_t m, uint32_t n, uint32_t k) {
+        return pasa::ProbeProductOnTwin(pointers, m, n, k, arguments.options());
+    });
 }
 
 // UnbiasedRounding on rows of FP32 numbers, in the buffers that attention gives it: what is left to be rounded to nearest.

@@ -86,6 +86,20 @@ TWIN_CASE(shift)
     return report;
 }
 
+TWIN_CASE(probe_vector)
+{
+    return run_vector_probe(arguments, [&](const auto& pointers, uint32_t probe, uint32_t count) {
+        return pasa::ProbeVectorOnTwin(pointers, probe, count, arguments.options());
+    });
+}
+
+TWIN_CASE(probe_product)
+{
+    return run_product_probe(arguments, [&](const auto& pointers, uint32_t m, uint32_t n, uint32_t k) {
+        return pasa::ProbeProductOnTwin(pointers, m, n, k, arguments.options());
+    });
+}
+
 // The sentence with which PlanAttention310P refuses a call, as a fault.
 TWIN_CASE(plan)
 {
