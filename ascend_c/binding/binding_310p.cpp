@@ -9,16 +9,10 @@
 #include <tuple>
 
 #include "../tiling/plan_310p.h"
+#include "build_record.h"
 #include "checks_310p.h"
 #include "enqueue.h"
 #include "launch_310p.h"
-
-#ifndef PASA_BUILD_RECORD
-#define PASA_BUILD_RECORD ""
-#endif
-
-// As in binding.cpp.
-extern "C" __attribute__((used, visibility("default"))) const char pasa_build_record[] = "pasa-build:" PASA_BUILD_RECORD;
 
 namespace pasa {
 namespace {

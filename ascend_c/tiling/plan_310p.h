@@ -57,40 +57,17 @@ inline uint32_t PartsOf(const AttentionTiling& t, uint32_t cores)
 // `token_rows` neighbouring rows are query heads of one token, which see the same keys.
 inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& settings, uint32_t token_rows = 1)
 {
-    CheckShape(shape);
-    Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
+    AttentionTiling t = PlanRows(shape, settings, kHalfRows);
     Require(settings.exact, "an Ascend 310P has no kernel of the published recovery");
     Require(settings.unbiased_columns == 0, "an Ascend 310P has no unbiased rounding: its vector unit does not shift");
     Require(!settings.to_bf16, "an Ascend 310P has no BF16");
-    Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
-            "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     Require(token_rows > 0 && shape.rows % token_rows == 0, "rows=" + std::to_string(shape.rows) +
                                                                 " are no multiple of token_rows=" +
                                                                 std::to_string(token_rows));
-    AttentionTiling t{};
-    t.batch = shape.batch;
-    t.heads = shape.heads;
-    t.kv_heads = shape.kv_heads;
-    t.rows = shape.rows;
-    t.keys = shape.keys;
-    t.dim = shape.dim;
-    t.blocks = DivideUp(shape.keys, kBlockKeys);
-    t.tile_rows = kHalfRows;
     t.anchor_rows = AnchorRows(false);
     t.lanes = 1;
     t.token_rows = token_rows;
-    t.parts = 1;
-    t.causal = settings.causal || settings.right >= 0;
-    t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
-    t.windowed = settings.left >= 0;
-    t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
-    t.has_mask = settings.has_mask;
-    t.mask = settings.mask;
-    t.has_sinks = settings.has_sinks;
-    t.has_largest = settings.has_largest;
     t.saturates = 1;  // the chip has no other mode
-    t.has_lengths = settings.has_lengths;
-    t.scale = static_cast<float>(settings.scale);
     return t;
 }
 

@@ -181,6 +181,15 @@ def launch_product_probe(program: Program, m: int, n: int, k: int, **options: An
     return Run(report, {} if c is None else {"c": c})
 
 
+def put_nan_behind_lengths(x: Call) -> None:
+    """Make the keys and values of a call that do not exist NaN."""
+    if x.lengths is None:
+        raise ValueError("the call has no lengths")
+    for b, length in enumerate(x.lengths.clamp(min=0).tolist()):
+        x.k[b, :, length:] = torch.nan
+        x.v[b, :, length:] = torch.nan
+
+
 def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(program.load(name, dtype).reshape(shape).copy())
 

@@ -16,7 +16,7 @@ from pasa.eval.random_calls.judge import Arithmetic, judge
 from pasa.eval.random_calls.truth import find_truth
 from tests.adversaries import specks, spikes, stalled, sunken
 from tests.ascend_c.decode_runs import emulate, launch_decode, make_call, put_into_pages
-from tests.ascend_c.kernel_runs import BLOCK, LAUNCHES, Call, Run, ulp
+from tests.ascend_c.kernel_runs import BLOCK, LAUNCHES, Call, Run, put_nan_behind_lengths, ulp
 from tests.ascend_c.twin_build import TWIN, Program
 from tests.inputs import pairwise
 from tests.unlike_keys import CASES, allowed
@@ -148,9 +148,7 @@ def test_error_of_a_row_is_bounded_by_keys_that_it_sees(decode, name, bias):
 def test_lengths(decode, causal, groups):
     """Keys beyond a length do not exist: NaN in them and in their values changes nothing."""
     x = make_call(4, 2, 1, 30, 300, 64, causal=causal, lengths=torch.tensor([300, 129, 0, -5]))
-    for b, length in enumerate(x.lengths.clamp(min=0).tolist()):
-        x.k[b, :, length:] = torch.nan
-        x.v[b, :, length:] = torch.nan
+    put_nan_behind_lengths(x)
     result = decode(x, groups=groups)
     assert (result["out"][2:] == 0).all()
     assert (result["lse"][2:] == -torch.inf).all()

@@ -54,7 +54,7 @@ private:
             if (t_.has_mask) LoadMask(task, 0);
             products_.Begin(task, rows_);
             for (uint32_t j = 0; j < task.steps; ++j) TakeBlock(task, j);
-            AddBlock();
+            AddBlock(products_);
             products_.End();
         }
         if (t_.parts > 1) {
@@ -78,7 +78,7 @@ private:
         if (j == 0 || block >= offset_block_ + kAnchorBlocks) LoadOffsets(task, block);
         MoveReference(task, j);
         StoreWeights(task, j);
-        if (j > 0) AddBlock();
+        if (j > 0) AddBlock(products_);
         products_.MakeProduct(task, j);
         if (j > 0) {
             Rescale();
@@ -216,15 +216,6 @@ private:
         weights = weights_out_.DeQue<half>();
         products_.StoreWeights(task, j, weights);
         weights_out_.FreeTensor(weights);
-    }
-
-    // O and l of the block before, to those so far.
-    __aicore__ inline void AddBlock()
-    {
-        FloatTile product = products_.TakeProduct();
-        AddProduct(product);
-        products_.FreeProduct(product);
-        AddSums();
     }
 
     // What a part of the keys leaves behind, for CoreMerge.

@@ -106,9 +106,11 @@ protected:
         tile.ToHalf(weights);
     }
 
-    // O and l of a block, (D / 16 + 1, rows, 16) in L0C, to those so far. The tile's scores leave their place.
-    __aicore__ inline void AddProduct(const FloatTile& product)
+    // O and l of the next block, (D / 16 + 1, rows, 16) in L0C, to those so far. The tile's scores leave their place.
+    template <typename Products>
+    __aicore__ inline void AddBlock(Products& products)
     {
+        FloatTile product = products.TakeProduct();
         CopyOut(sums_, product[rows_ * dim_], group_);
         for (uint32_t d = 0; d < dim_; d += kChunk) {
             const uint32_t numbers = rows_ * Least(kChunk, dim_ - d);
@@ -117,10 +119,7 @@ protected:
             AscendC::PipeBarrier<PIPE_V>();
             AscendC::Add(output_[d * rows_], output_[d * rows_], tile_, static_cast<int32_t>(numbers));
         }
-    }
-    // Behind AddProduct, when the product may be overwritten.
-    __aicore__ inline void AddSums()
-    {
+        products.FreeProduct(product);
         // a sum stands in all 16 columns: of eight of them the largest
         AscendC::ReduceDataBlock<AscendC::ReduceType::MAX>(Number(kScratch), sums_, kFloats, rows_ / kFloatBlock, 1, 2,
                                                            kFractal);

@@ -85,7 +85,7 @@ private:
             TakeBlock(s, j, scores);
             if (j + 1 < s.steps) TakeValues(s, j + 1);
         }
-        AddBlock();
+        AddBlock(products_);
     }
 
     // K' of a block, its scores, and if columns leave the frame before it, what references gain by that.
@@ -102,12 +102,10 @@ private:
     {
         TakeRowProduct(Number(kFramed));
         RowMath(0, rows_).Add(Number(kReference), Number(kReference), Number(kFramed));
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     __aicore__ inline void TakeBlock(const Segment& s, uint32_t j, FloatTile& scores)
     {
-        AscendC::PipeBarrier<PIPE_V>();
         CopyOut(tile_, scores, rows_ * RoundUp(KeysOf(s, j), kFractal));
         products_.FreeScores(scores);
         MoveReference(s, j);
@@ -117,7 +115,7 @@ private:
         weights = half_out_.DeQue<half>();
         products_.StoreWeights(KeysOf(s, j), weights);
         half_out_.FreeTensor(weights);
-        if (j > 0) AddBlock();
+        if (j > 0) AddBlock(products_);
         products_.MakeProduct(j, KeysOf(s, j));
         if (j > 0) {
             Rescale();
@@ -173,15 +171,6 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // O and l of the block before, to those so far.
-    __aicore__ inline void AddBlock()
-    {
-        FloatTile product = products_.TakeProduct();
-        AddProduct(product);
-        products_.FreeProduct(product);
-        AddSums();
-    }
-
     // ---- parts of the keys of an item
 
     // Where a part's results are: of a core's first segment, or of its last.
@@ -234,7 +223,6 @@ private:
         AscendC::DataCopy(in, part.frame, a_.dim);
         piece_in_.EnQue(in);
         in = piece_in_.DeQue<half>();
-        AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(frame_.Columns(HeadFrame::kMoved), in, AscendC::RoundMode::CAST_NONE, a_.dim);
         piece_in_.FreeTensor(in);
         AscendC::PipeBarrier<PIPE_V>();
@@ -253,7 +241,6 @@ private:
         RowMath all(0, rows_);
         const Row reference = Number(kReference), other = Number(kTop), sum = Number(kGap), raised = Number(kRaised);
         FloatTile in = Load(part.state, 2 * kDecodeRows);
-        AscendC::PipeBarrier<PIPE_V>();
         all.Scale(other, in, 1.0f);
         all.Scale(sum, in[kDecodeRows], 1.0f);
         piece_in_.FreeTensor(in);
@@ -299,7 +286,6 @@ private:
     {
         const uint32_t rows = item.tokens * t_.group;
         const RowBits without_keys = RowsBetween(0, tasks_.RowsWithoutKeys(item, 0, rows_));
-        AscendC::PipeBarrier<PIPE_V>();
         MultiplyQueries(HeadFrame::kFrame);
         TakeRowProduct(Number(kFrame));
         CloseRows(without_keys);

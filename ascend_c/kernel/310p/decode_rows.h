@@ -103,7 +103,6 @@ protected:
         for (uint32_t first = 0; first < a_.dim; first += kChunk) {
             const uint32_t width = Least(kChunk, a_.dim - first), rows = RoundUp(count, kFractal);
             HalfTile in = piece_in_.DeQue<half>(), out = half_out_.AllocTensor<half>();
-            AscendC::PipeBarrier<PIPE_V>();
             frame_.FindRange(tile_.ReinterpretCast<half>(), out, in, width, count);
             frame_.Shrink(first, width);
             FillUp(in, width, count);
@@ -152,7 +151,6 @@ protected:
     __aicore__ inline void TakeRowProduct(const Row& to)
     {
         FloatTile c = products_.TakeRowProduct();
-        AscendC::PipeBarrier<PIPE_V>();
         CopyOut(offsets_, c, kFractal * rows_);
         products_.FreeOffsets(c);
         AscendC::PipeBarrier<PIPE_V>();

@@ -7,6 +7,7 @@ from the device, so calls can be captured in a graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,37 @@ from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
 MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
-# The kernel of a chip. It takes the call, finite q (Hkv, T, G, D), k, v, the table of pages, lengths, starts, and the
-# tokens of a sequence, and returns output and LSE.
-Kernel = Callable[
-    [Call, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int], tuple[Tensor, Tensor]
-]
+
+
+class Operands(NamedTuple):
+    """Hold what a kernel of decoding reads.
+
+    Attributes
+    ----------
+    q : Tensor (Hkv, T, G, D), FP16
+        The query heads of each key head, for the tokens of all sequences.
+    k, v : Tensor, FP16
+        (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D) if there is a table.
+    table : Tensor (B, columns), INT32, optional
+    lengths : Tensor (B,), INT32, optional
+        Keys of each sequence.
+    starts : Tensor (B + 1,), INT32, optional
+        The first token of each sequence, and the end.
+    tokens : int
+        Tokens of a sequence where there are no `starts`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    lengths: Tensor | None
+    starts: Tensor | None
+    tokens: int
+
+
+Kernel = Callable[[Call, Operands], tuple[Tensor, Tensor]]
+"""The kernel of a chip, whose queries are finite; it returns output and LSE."""
 
 
 def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
@@ -49,7 +76,7 @@ def decode(
     kv_heads = k.shape[1]
     grouped = pad_head_dim(q).view(batch, kv_heads, heads // kv_heads, rows, -1).permute(1, 0, 3, 2, 4)
     tokens = grouped.flatten(1, 2) if rows == 1 else grouped.contiguous().flatten(1, 2)
-    out, lse = _launch(kernel, call, tokens, _rows(k), _rows(v), None, lengths, None, rows)
+    out, lse = _launch(kernel, call, Operands(tokens, _rows(k), _rows(v), None, lengths, None, rows))
     out = out[..., :dim].unflatten(1, (batch, rows)).permute(1, 0, 3, 2, 4)
     return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
 
@@ -97,7 +124,9 @@ def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
     count, heads, dim = call.q.shape
     rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
     rows = rows if starts is None else rows.contiguous()
-    out, lse = _launch(kernel, call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1)
+    out, lse = _launch(
+        kernel, call, Operands(rows, call.k, call.v, table, lengths, starts, 0 if call.cu_q is not None else 1)
+    )
     out, lse = out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
     if starts is None:
         return out, lse
@@ -105,46 +134,27 @@ def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
     return out.masked_fill(behind[:, None, None], 0.0), lse.masked_fill(behind[:, None], -torch.inf)
 
 
-def _launch(
-    kernel: Kernel,
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key."""
+def _launch(kernel: Kernel, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; rows whose queries are not finite become NaN where they see a key."""
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
-    not_finite = ~torch.isfinite(q).all(-1)
-    q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
-    out, lse = kernel(call, q, k, v, table, lengths, starts, tokens)
+    not_finite = ~torch.isfinite(x.q).all(-1)
+    out, lse = kernel(call, x._replace(q=x.q.masked_fill(not_finite.unsqueeze(-1), 0.0)))
     if call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        keys = k.shape[2] if table is None else None
-        not_finite &= _sees_keys(q.shape[1], tokens, keys, lengths, starts, call.is_causal).to(q.device)[:, None]
+        keys = x.k.shape[2] if x.table is None else None
+        sees = _sees_keys(x.q.shape[1], x.tokens, keys, x.lengths, x.starts, call.is_causal)
+        not_finite &= sees.to(x.q.device)[:, None]
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
 
 
-def on_a2(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    tokens: int,
-) -> tuple[Tensor, Tensor]:
+def on_a2(call: Call, x: Operands) -> tuple[Tensor, Tensor]:
     """Launch the kernel for Atlas A2, which is a `Kernel`."""
     unbiased = call.options.softmax == "unbiased"
     rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    numbers = tokens, call.is_causal, call.scale, call.options.overflow == "saturate", *rounding
-    out, lse = torch.ops.pasa.npu_decode(q, k, v, table, lengths, starts, sinks, *numbers)
+    numbers = x.tokens, call.is_causal, call.scale, call.options.overflow == "saturate", *rounding
+    out, lse = torch.ops.pasa.npu_decode(*x[:-1], sinks, *numbers)
     return out, lse
 
 

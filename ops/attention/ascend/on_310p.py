@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.ascend.decode import Operands
 from pasa.ops.attention.ascend.masks import HALF, find_visits, tile_bits, without_repeats
 from pasa.ops.attention.call import Call
 
@@ -65,20 +66,10 @@ def attend(
     return _to_heads(out[:, :, :count], token_rows), lse, largest
 
 
-def decode(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    tokens: int,
-) -> tuple[Tensor, Tensor]:
+def decode(call: Call, x: Operands) -> tuple[Tensor, Tensor]:
     """Launch the kernel that reads a cache where it is, which is a `decode.Kernel`."""
     sinks = None if call.sinks is None else _bounded(call.sinks).contiguous()
-    numbers = tokens, call.is_causal, call.scale
-    out, lse = torch.ops.pasa.npu_310p_decode(q, k, v, table, lengths, starts, sinks, *numbers)
+    out, lse = torch.ops.pasa.npu_310p_decode(*x[:-1], sinks, x.tokens, call.is_causal, call.scale)
     return out, lse if sinks is None else _without_bound(lse)
 
 
