@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pasa
+from pasa.eval.check_device.npu import probes_310p
 from pasa.eval.kit import output
 from pasa.eval.kit.device import torch_devices
 from pasa.eval.kit.experiment import Experiment
@@ -145,7 +146,8 @@ def kernels() -> dict[str, Any]:
 def ascend_c() -> dict[str, Any]:
     """Return the library of the Ascend C kernels, the versions it was built with and those that differ here.
 
-    Also return why it cannot be called, and who would then serve an NPU.
+    Also return why it cannot be called, who would then serve an NPU, and how many assumptions of the kernels for the
+    chip are unverified until they have run on an NPU.
     """
     server, library = registry.server("npu"), envs.ascend_library()
     return {
@@ -154,6 +156,7 @@ def ascend_c() -> dict[str, Any]:
         "differences": build_record.differences(library) if library.is_file() else {},
         "why_not": npu_backend.library_error(),
         "fallback": None if server is None else server.name,
+        "unverified": len(probes_310p.for_library()),
     }
 
 
@@ -191,7 +194,7 @@ def ascend_c_line(result: dict[str, Any]) -> str:
     line = f"built: {result['library']}" + (f", with {versions}" if versions else "")
     for name, (_, here) in result["differences"].items():
         line += f"; but {name} {here} is installed: run `pasa build-ascend` again"
-    return line
+    return f"{line}; `pasa check-device --npu` probes {result['unverified']} assumptions that no NPU has confirmed"
 
 
 def verdict(checked: dict[str, Any]) -> str:

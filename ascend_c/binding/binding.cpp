@@ -11,17 +11,11 @@
 #include <tuple>
 #include <vector>
 
+#include "build_record.h"
 #include "checks.h"
 #include "enqueue.h"
 #include "launch.h"
-
-#ifndef PASA_BUILD_RECORD
-#define PASA_BUILD_RECORD ""
-#endif
-
-// The versions that this library was built with, for who reads the file before loading it
-// (ops/attention/ascend/build_record.py).
-extern "C" __attribute__((used, visibility("default"))) const char pasa_build_record[] = "pasa-build:" PASA_BUILD_RECORD;
+#include "starts.h"
 
 namespace pasa {
 namespace {

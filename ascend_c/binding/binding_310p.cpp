@@ -6,42 +6,16 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 
 #include "../tiling/plan_310p.h"
+#include "build_record.h"
+#include "checks_310p.h"
 #include "enqueue.h"
 #include "launch_310p.h"
-#include "tensors.h"
-
-#ifndef PASA_BUILD_RECORD
-#define PASA_BUILD_RECORD ""
-#endif
-
-// As in binding.cpp.
-extern "C" __attribute__((used, visibility("default"))) const char pasa_build_record[] = "pasa-build:" PASA_BUILD_RECORD;
 
 namespace pasa {
 namespace {
-
-// Why the kernels cannot run on this machine's chip; empty where they can.
-std::string ChipError()
-{
-    if (SocName().rfind(kChip310P, 0) == 0) return "";
-    return "the library was built for the Ascend 310P, and this chip is '" + SocName() +
-           "': run `pasa build-ascend` with SOC_VERSION=" + SocName();
-}
-
-uint32_t CoresOf(const Tensor& x)
-{
-    const std::string error = ChipError();
-    TORCH_CHECK_NOT_IMPLEMENTED(error.empty(), error);
-    int64_t cores = 0;
-    const auto device = static_cast<uint32_t>(std::max<int64_t>(x.get_device(), 0));
-    TORCH_CHECK(aclrtGetDeviceInfo(device, ACL_DEV_ATTR_AICORE_CORE_NUM, &cores) == ACL_SUCCESS,
-                "aclrtGetDeviceInfo does not tell how many AI cores device ", device, " has");
-    return static_cast<uint32_t>(cores);
-}
 
 // Of keys or values (B, Hkv, Skv, D).
 ShiftTiling PlanBlocks(const char* name, const Tensor& x, const OptionalTensor& lengths, double scale)
@@ -68,7 +42,8 @@ std::tuple<Tensor, Tensor, Tensor> Shift(const Tensor& k, const OptionalTensor& 
     Tensor keys = Fractals(k);
     Tensor anchors = at::empty({batch, heads, 2 * blocks, k.size(3)}, k.options());
     Tensor units = at::empty({batch, heads, blocks, kUnitCopies}, k.options().dtype(at::kFloat));
-    const Shift310P given{Pointer(k), Pointer(lengths), Pointer(keys), Pointer(anchors), Pointer(units)};
+    const ShiftPointers given{Pointer(k),    Pointer(lengths), nullptr,       nullptr,
+                              Pointer(keys), Pointer(anchors), Pointer(units)};
     const uint32_t cores = CoresOf(k);
     Enqueue("pasa_shift_310p", [=](void* stream) { LaunchShift(given, tiling, cores, stream); });
     return {keys, anchors, units};
@@ -79,7 +54,7 @@ Tensor LayOutValues(const Tensor& v, const OptionalTensor& lengths)
     const ShiftTiling tiling = PlanBlocks("v", v, lengths, 1.0);
     const c10::DeviceGuard guard(v.device());
     Tensor values = Fractals(v);
-    const Layout310P given{Pointer(v), Pointer(lengths), Pointer(values)};
+    const LayoutPointers given{Pointer(v), Pointer(lengths), Pointer(values)};
     const uint32_t cores = CoresOf(v);
     Enqueue("pasa_lay_out_310p", [=](void* stream) { LaunchLayOut(given, tiling, cores, stream); });
     return values;
@@ -144,9 +119,11 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& shif
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
     Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
-    const Attention310P given{Pointer(q),       Pointer(shifted), Pointer(values), Pointer(anchors), Pointer(units),
-                              Pointer(lengths), Pointer(sinks),   Pointer(mask),   Pointer(visits),  Pointer(out),
-                              Pointer(lse),     largest_scores ? Pointer(largest) : nullptr, Pointer(workspace)};
+    const AttentionPointers given{Pointer(q),       Pointer(shifted), Pointer(values),
+                                  Pointer(anchors), Pointer(units),   Pointer(lengths),
+                                  nullptr,          Pointer(sinks),   Pointer(mask),
+                                  Pointer(visits),  Pointer(out),     Pointer(lse),
+                                  largest_scores ? Pointer(largest) : nullptr, nullptr, Pointer(workspace)};
     Enqueue("pasa_attention_310p", [=](void* stream) { LaunchAttention(given, tiling, cores, stream); });
     return {out, lse, largest};
 }

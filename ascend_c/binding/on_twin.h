@@ -92,14 +92,7 @@ inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t,
     TwinMemory memory;
     const AttentionTiling& a = t.attention;
     const size_t queries = size_t{a.rows} * a.heads;
-    DecodeArguments given{};
-    given.q = memory.Input<half>("q", p.q, queries * a.dim);
-    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
-    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
-    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
-    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
-    given.starts = memory.Input<int32_t>("starts", p.starts, (t.has_table ? 1 : 2) * (size_t{a.batch} + 1));
-    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    DecodeArguments given = DecodeInputsOf(memory, p, t);
     given.out = memory.Output<half>("out", p.out, queries * a.dim);
     given.lse = memory.Output<float>("lse", p.lse, queries);
     given.workspace = memory.Scratch<uint8_t>("workspace", nullptr, a.workspace_bytes);
@@ -114,10 +107,7 @@ inline twin::Report ProbeVectorOnTwin(const VectorProbePointers& p, uint32_t pro
                                       twin::Options options = {})
 {
     TwinMemory memory;
-    VectorProbeArguments given{};
-    given.x = memory.Input<float>("x", p.x, count);
-    given.y = memory.Input<float>("y", p.y, count);
-    given.z = memory.Output<float>("z", p.z, count);
+    const VectorProbeArguments given = ProbeArrays(memory, p, count);
     options.shape = twin::Shape::aiv_only;
     return memory.Launch("probe_vector", 1, saturates, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
@@ -129,11 +119,7 @@ inline twin::Report ProbeProductOnTwin(const ProductProbePointers& p, uint32_t m
                                        twin::Options options = {})
 {
     TwinMemory memory;
-    ProductProbeArguments given{};
-    given.a = memory.Input<half>("a", p.a, size_t{m} * k);
-    given.b = memory.Input<half>("b", p.b, size_t{n} * k);
-    given.stale = memory.Input<half>("stale", p.stale, size_t{kTileRows} * k);
-    given.c = reinterpret_cast<GM_ADDR>(memory.Scratch<float>("c", p.c, size_t{3} * kTileRows * kBlockKeys));
+    const ProductProbeArguments given = ProbeArrays(memory, p, m, n, k);
     options.shape = twin::Shape::aic_only;
     return memory.Launch("probe_product", 1, false, options, [&] {
         KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIC_ONLY);

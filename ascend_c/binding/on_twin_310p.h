@@ -2,9 +2,13 @@
 #pragma once
 
 #include "../kernel/310p/attention.h"
+#include "../kernel/310p/decode.h"
 #include "../kernel/310p/merge.h"
+#include "../kernel/310p/probes.h"
 #include "../kernel/310p/shift.h"
+#include "../tiling/plan_310p.h"
 #include "launch_310p.h"
+#include "probes.h"
 #include "twin_memory.h"
 
 namespace pasa {
@@ -17,7 +21,7 @@ inline twin::Options On310P(twin::Options options)
 }
 
 // K', anchors and units. Rows behind the last key of a sequence are not written.
-inline twin::Report ShiftOnTwin(const Shift310P& p, const ShiftTiling& t, uint32_t cores,
+inline twin::Report ShiftOnTwin(const ShiftPointers& p, const ShiftTiling& t, uint32_t cores,
                                 const twin::Options& options = {})
 {
     const size_t blocks = size_t{t.heads} * t.blocks;
@@ -35,7 +39,7 @@ inline twin::Report ShiftOnTwin(const Shift310P& p, const ShiftTiling& t, uint32
 }
 
 // V as fractals.
-inline twin::Report LayOutOnTwin(const Layout310P& p, const ShiftTiling& t, uint32_t cores,
+inline twin::Report LayOutOnTwin(const LayoutPointers& p, const ShiftTiling& t, uint32_t cores,
                                  const twin::Options& options = {})
 {
     TwinMemory memory;
@@ -46,7 +50,7 @@ inline twin::Report LayOutOnTwin(const Layout310P& p, const ShiftTiling& t, uint
     return memory.Launch("lay_out", cores, On310P(options), [&] { LayOut(given, t); });
 }
 
-inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& t, uint32_t cores,
+inline twin::Report AttendOnTwin(const AttentionPointers& p, const AttentionTiling& t, uint32_t cores,
                                  const twin::Options& options = {})
 {
     const size_t queries = size_t{t.batch} * t.heads * RoundUp(t.rows, kFractal);
@@ -55,7 +59,7 @@ inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& 
     Arguments given{};
     given.q = memory.Input<half>("q", p.q, queries * t.dim);
     given.keys = memory.Input<half>("keys", p.keys, blocks * kBlockKeys * t.dim);
-    given.v = memory.Input<half>("values", p.values, blocks * kBlockKeys * t.dim);
+    given.v = memory.Input<half>("values", p.v, blocks * kBlockKeys * t.dim);
     given.anchors = memory.Input<half>("anchors", p.anchors, blocks * 2 * t.dim);
     given.units = memory.Input<float>("units", p.units, blocks * kUnitCopies);
     given.lengths = memory.Input<int32_t>("lengths", p.lengths, t.batch);
@@ -72,6 +76,38 @@ inline twin::Report AttendOnTwin(const Attention310P& p, const AttentionTiling& 
     const twin::Report first = memory.Launch("attention_310p", cores, On310P(options), [&] { Attend(given, t); });
     if (!first.ok || t.parts == 1 || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
     return memory.Launch("merge_310p", cores, On310P(options), [&] { MergeParts(given, t); });
+}
+
+// The first launch of decoding, and the second one if `merges`.
+inline twin::Report DecodeOnTwin(const DecodePointers& p, const DecodeTiling& t, uint32_t cores,
+                                 const twin::Options& options = {}, bool merges = true)
+{
+    TwinMemory memory;
+    const AttentionTiling& a = t.attention;
+    const size_t rows = size_t{a.rows} * a.heads;
+    DecodeArguments given = DecodeInputsOf(memory, p, t);
+    given.out = memory.Kept<half>("out", p.out, rows * a.dim);
+    given.lse = memory.Kept<float>("lse", p.lse, rows * kUnitCopies);
+    given.workspace = memory.Kept<uint8_t>("parts", p.workspace, a.workspace_bytes);
+    const twin::Report first = memory.Launch("decode_310p", cores, On310P(options), [&] { Decode(given, t); });
+    if (!merges || !first.ok || !first.total(twin::CoreKind::ai).overflows.empty()) return first;
+    return memory.Launch("merge_decoded_310p", cores, On310P(options), [&] { MergeDecoded(given, t); });
+}
+
+inline twin::Report ProbeVectorOnTwin(const VectorProbePointers& p, uint32_t probe, uint32_t count,
+                                      const twin::Options& options = {})
+{
+    TwinMemory memory;
+    const VectorProbeArguments given = ProbeArrays(memory, p, count);
+    return memory.Launch("probe_vector_310p", 1, On310P(options), [&] { ProbeCoreVector(given, probe, count); });
+}
+
+inline twin::Report ProbeProductOnTwin(const ProductProbePointers& p, uint32_t m, uint32_t n, uint32_t k,
+                                       const twin::Options& options = {})
+{
+    TwinMemory memory;
+    const ProductProbeArguments given = ProbeArrays(memory, p, m, n, k);
+    return memory.Launch("probe_product_310p", 1, On310P(options), [&] { ProbeCoreProduct(given, m, n, k); });
 }
 
 }  // namespace pasa

@@ -5,7 +5,11 @@
 #include <functional>
 #include <vector>
 
-#include "../kernel/port.h"
+#include "../kernel/arguments.h"
+#include "../kernel/vector_probes.h"
+#include "../tiling/decode_plan.h"
+#include "pointers.h"
+#include "probes.h"
 
 namespace pasa {
 
@@ -76,5 +80,40 @@ private:
     twin::Device device_;
     std::vector<Copy> outputs_;
 };
+
+// What a launch of decoding reads.
+inline DecodeArguments DecodeInputsOf(TwinMemory& memory, const DecodePointers& p, const DecodeTiling& t)
+{
+    const AttentionTiling& a = t.attention;
+    DecodeArguments given{};
+    given.q = memory.Input<half>("q", p.q, size_t{a.rows} * a.heads * a.dim);
+    given.k = memory.Input<half>("k", p.k, CacheNumbers(t, t.k));
+    given.v = memory.Input<half>("v", p.v, CacheNumbers(t, t.v));
+    given.table = memory.Input<int32_t>("table", p.table, size_t{a.batch} * t.table_columns);
+    given.lengths = memory.Input<int32_t>("lengths", p.lengths, a.batch);
+    given.starts = memory.Input<int32_t>("starts", p.starts, (t.has_table ? 1 : 2) * (size_t{a.batch} + 1));
+    given.sinks = memory.Input<float>("sinks", p.sinks, a.heads);
+    return given;
+}
+
+inline VectorProbeArguments ProbeArrays(TwinMemory& memory, const VectorProbePointers& p, uint32_t count)
+{
+    VectorProbeArguments given{};
+    given.x = memory.Input<float>("x", p.x, count);
+    given.y = memory.Input<float>("y", p.y, count);
+    given.z = memory.Output<float>("z", p.z, count);
+    return given;
+}
+
+inline ProductProbeArguments ProbeArrays(TwinMemory& memory, const ProductProbePointers& p, uint32_t m, uint32_t n,
+                                         uint32_t k)
+{
+    ProductProbeArguments given{};
+    given.a = memory.Input<half>("a", p.a, size_t{m} * k);
+    given.b = memory.Input<half>("b", p.b, size_t{n} * k);
+    given.stale = memory.Input<half>("stale", p.stale, size_t{kTileRows} * k);
+    given.c = memory.Scratch<float>("c", p.c, size_t{3} * kTileRows * kBlockKeys);
+    return given;
+}
 
 }  // namespace pasa

@@ -2,29 +2,20 @@
 #pragma once
 
 #include "decode_task.h"
-#include "rows.h"
+#include "head_frame.h"
 
 namespace pasa {
 
-constexpr uint32_t kSamples = 16;        // keys whose mean is the first frame
-constexpr float kFinestReach = 0x1p25f;  // over it: halves of FP16 numbers, and their differences, are multiples of it
-
-// The frame of a head starts as the mean of keys that are spread over it, the same for every part of its keys. A column
-// leaves it, for the rest of the part, with the first block that has a key k for which |k - f| is above |f| / 2. So
-// k - f is exact (Sterbenz), and no longer than k.
-class DecodeKeys {
+// A vector core's half of the columns of the keys, less their frame.
+class DecodeKeys : protected HeadFrame {
 protected:
     using Row = RowMath::Row;
-    using HalfTile = AscendC::LocalTensor<half>;
-    using FloatTile = AscendC::LocalTensor<float>;
-
-    // Numbers of columns, FP32 (D).
-    enum Column { kFrame, kOwnFrame, kMoved, kHighest, kLowest, kScratch, kColumns };
     // Numbers of rows.
     enum RowNumber { kMaximum, kSum, kTop, kNext, kKeep, kCarry, kRowSum, kLogarithm, kSink, kFirst, kThird, kNumbers };
 
     __aicore__ inline DecodeKeys(const DecodeArguments& arguments, const DecodeTiling& tiling, AscendC::TPipe& pipe)
-        : t_(tiling),
+        : HeadFrame(tiling.attention.dim, pipe),
+          t_(tiling),
           a_(tiling.attention),
           group_(AscendC::GetBlockIdx() / 2),
           workspace_(arguments.workspace)
@@ -47,20 +38,15 @@ protected:
         pipe.InitBuffer(frame_out_, 1, half_columns * sizeof(half));
         pipe.InitBuffer(query_in_, 1, kDecodeHalf * kFloats * sizeof(half));
         pipe.InitBuffer(tile_buffer_, kDecodeHalf * kBlockKeys * sizeof(float));
-        pipe.InitBuffer(columns_buffer_, kColumns * kMaxDim * sizeof(float));
         pipe.InitBuffer(numbers_buffer_, kNumbers * kFloats * sizeof(float));
         pipe.InitBuffer(work_buffer_, kReduction * sizeof(float));
-        pipe.InitBuffer(half_row_buffer_, kMaxDim * sizeof(half));
         tile_ = tile_buffer_.Get<float>();
-        columns_ = columns_buffer_.Get<float>();
         numbers_ = numbers_buffer_.Get<float>();
         work_ = work_buffer_.Get<float>();
-        half_row_ = half_row_buffer_.Get<half>();
         AscendC::Duplicate(numbers_, 0.0f, kNumbers * kFloats);  // calls on whole blocks read behind the last row
         AscendC::Duplicate(work_, 0.0f, kReduction);
     }
 
-    __aicore__ inline FloatTile Columns(Column which) const { return columns_[which * kMaxDim]; }
     __aicore__ inline Row Number(RowNumber which) const { return numbers_[which * kFloats]; }
     __aicore__ inline uint32_t KeysOf(const Segment& s, uint32_t j) const
     {
@@ -78,25 +64,15 @@ protected:
         const uint32_t dim = a_.dim;
         HalfTile in = key_in_.AllocTensor<half>();
         for (uint32_t i = 0; i < kSamples; ++i) {
-            const uint64_t key = (2 * i + 1) * uint64_t{s.item.keys} / (2 * kSamples);
             uint32_t count = 1;
-            AscendC::DataCopy(in[i * dim], source_.At(s.item, static_cast<uint32_t>(key), count), dim);
+            AscendC::DataCopy(in[i * dim], source_.At(s.item, Sample(i, s.item.keys), count), dim);
         }
         key_in_.EnQue(in);
         in = key_in_.DeQue<half>();
         AscendC::Cast(tile_, in, AscendC::RoundMode::CAST_NONE, kSamples * dim);
         key_in_.FreeTensor(in);
         for (uint32_t j = 0; j < Least(s.steps, ahead_); ++j) LoadKeys(s, j);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t rows = kSamples / 2; rows > 0; rows /= 2) {
-            AscendC::Add(tile_, tile_, tile_[rows * dim], rows * dim);
-            AscendC::PipeBarrier<PIPE_V>();
-        }
-        AscendC::Muls(tile_, tile_, 1.0f / kSamples, dim);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(half_row_, tile_, AscendC::RoundMode::CAST_RINT, dim);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(Columns(kFrame), half_row_, AscendC::RoundMode::CAST_NONE, dim);
+        Begin(tile_);
         if (width_ > 0) {
             AscendC::Cast(Columns(kOwnFrame), half_row_[first_column_], AscendC::RoundMode::CAST_NONE, width_);
         }
@@ -111,10 +87,10 @@ protected:
             HalfTile in = key_in_.DeQue<half>();
             HalfTile out = key_out_.AllocTensor<half>();
             AscendC::PipeBarrier<PIPE_V>();
-            FindRange(in, out, count);
-            ShrinkFrame();
+            FindRange(tile_.ReinterpretCast<half>(), out, in, width_, count);
+            Shrink(0, width_);
             HalfTile frame = frame_out_.AllocTensor<half>();
-            AscendC::Cast(frame, Columns(kOwnFrame), AscendC::RoundMode::CAST_RINT, width_);
+            AscendC::Cast(frame, Columns(kOwnFrame), AscendC::RoundMode::CAST_NONE, width_);
             AscendC::PipeBarrier<PIPE_V>();
             const uint8_t stride = width_ / kFractal;
             AscendC::Sub(out, in, frame, width_, count, AscendC::BinaryRepeatParams(1, 1, 1, stride, stride, 0));
@@ -147,21 +123,14 @@ protected:
     // To kMoved: kFrame less the frame at `from`, or (`towards`) the reverse. Return if that is not 0.
     __aicore__ inline bool FindMove(const AscendC::GlobalTensor<half>& from, bool towards)
     {
-        const FloatTile moved = Columns(kMoved), frame = Columns(kFrame), length = Columns(kScratch);
+        const FloatTile moved = Columns(kMoved), frame = Columns(kFrame);
         LoadFrame(moved, from);
         if (towards) {
             AscendC::Sub(moved, moved, frame, a_.dim);
         } else {
             AscendC::Sub(moved, frame, moved, a_.dim);
         }
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Abs(length, moved, a_.dim);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t c = kFloats; c < a_.dim; c += kFloats) {
-            AscendC::Max(length, length, length[c], Least(kFloats, a_.dim - c));
-            AscendC::PipeBarrier<PIPE_V>();
-        }
-        return Extreme<AscendC::ReduceType::MAX>(length, Least(kFloats, a_.dim), work_) > 0.0f;
+        return HasMoved(work_);
     }
 
     // A frame as FP32, with a barrier.
@@ -249,59 +218,6 @@ private:
         key_in_.EnQue(in);
     }
 
-    // The largest and the smallest number of each column, to kHighest and kLowest. It works in the score tile and in
-    // `scratch`, each of which holds half of a block.
-    __aicore__ inline void FindRange(const HalfTile& in, const HalfTile& scratch, uint32_t count)
-    {
-        const HalfTile high = tile_.ReinterpretCast<half>();
-        uint32_t rows = DivideUp<uint32_t>(count, 2);
-        int32_t numbers = static_cast<int32_t>(rows * width_);
-        AscendC::Max(high, in, in[(count - rows) * width_], numbers);
-        AscendC::Min(scratch, in, in[(count - rows) * width_], numbers);
-        AscendC::PipeBarrier<PIPE_V>();
-        while (rows > 1) {
-            const uint32_t lower = rows / 2, from = (rows - lower) * width_;
-            numbers = static_cast<int32_t>(lower * width_);
-            AscendC::Max(high, high, high[from], numbers);
-            AscendC::Min(scratch, scratch, scratch[from], numbers);
-            AscendC::PipeBarrier<PIPE_V>();
-            rows -= lower;
-        }
-        AscendC::Cast(Columns(kHighest), high, AscendC::RoundMode::CAST_NONE, width_);
-        AscendC::Cast(Columns(kLowest), scratch, AscendC::RoundMode::CAST_NONE, width_);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // Columns of this core leave the frame where a key is too far from it, and become NaN where one is not finite.
-    __aicore__ inline void ShrinkFrame()
-    {
-        const FloatTile frame = Columns(kOwnFrame), far = Columns(kHighest), low = Columns(kLowest),
-                        reach = Columns(kScratch);
-        const int32_t n = static_cast<int32_t>(width_);
-        AscendC::Sub(far, far, frame, n);
-        AscendC::Sub(low, frame, low, n);
-        AscendC::Abs(reach, frame, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Max(far, far, low, n);
-        AscendC::Muls(reach, reach, 0.5f, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Muls(low, far, 0.0f, n);
-        AscendC::Sub(far, far, reach, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Muls(far, far, kFinestReach, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Maxs(far, far, 0.0f, n);  // 0 where |k - f| <= |f| / 2 for all keys, otherwise at least 1
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Mins(far, far, 1.0f, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Mul(far, far, frame, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Sub(frame, frame, far, n);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Add(frame, frame, low, n);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
     uint32_t first_column_, width_;  // of this core
     uint32_t ahead_;                 // blocks of keys that are loaded early
     Cache source_;
@@ -309,10 +225,8 @@ private:
     AscendC::TQue<AscendC::TPosition::VECIN, 2> key_in_;
     AscendC::TQue<AscendC::TPosition::VECIN, 1> frame_in_, query_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> frame_out_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, columns_buffer_, numbers_buffer_, work_buffer_,
-        half_row_buffer_;
-    AscendC::LocalTensor<float> columns_, numbers_;
-    HalfTile half_row_;
+    AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, numbers_buffer_, work_buffer_;
+    AscendC::LocalTensor<float> numbers_;
 };
 
 }  // namespace pasa

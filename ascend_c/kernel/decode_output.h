@@ -142,13 +142,13 @@ protected:
             AscendC::PipeBarrier<PIPE_V>();
             all.Add(Number(kSum), Number(kSum), sum);
             AddRows(part.output, rows, true);
-        } while (NextPart(item, group));
+        } while (tasks_.NextPart(item, group));
     }
 
     // O / l and the log-sum-exp.
     __aicore__ inline void Finish(const DecodeItem& item, uint32_t rows)
     {
-        const uint32_t without_keys = RowsWithoutKeys(item, rows);
+        const uint32_t without_keys = tasks_.RowsWithoutKeys(item, skipped_, rows);
         RowMath all(0, rows), never(0, without_keys);
         const Row maximum = Number(kMaximum), sum = Number(kSum), logarithm = Number(kLogarithm);
         MultiplyQueries(item, Columns(kFrame), Number(kCarry), rows);
@@ -208,42 +208,15 @@ private:
         AscendC::GlobalTensor<half> frame;
     };
 
-    // The next group that has a part of the item.
-    __aicore__ inline bool NextPart(const DecodeItem& item, uint32_t& group) const
-    {
-        const uint64_t end = item.first_block + item.blocks;
-        do ++group;
-        while (tasks_.FirstOf(group) == tasks_.FirstOf(group + 1) && tasks_.FirstOf(group) < end);
-        return tasks_.FirstOf(group) < end;
-    }
-
     // To kFrame: each column is 0 where it is 0 in some part.
     __aicore__ inline void FindCommonFrame(const DecodeItem& item)
     {
-        const FloatTile part_frame = Columns(kMoved), above = Columns(kHighest), below = Columns(kLowest);
         uint32_t group = group_;
         do {
-            LoadFrame(part_frame, Part(*this, group, group == group_).frame);
-            const FloatTile to_above = group == group_ ? above : Columns(kScratch);
-            const FloatTile to_below = group == group_ ? below : Columns(kOwnFrame);
-            AscendC::Maxs(to_above, part_frame, 0.0f, a_.dim);
-            AscendC::Mins(to_below, part_frame, 0.0f, a_.dim);
-            AscendC::PipeBarrier<PIPE_V>();
-            if (group == group_) continue;
-            AscendC::Min(above, above, to_above, a_.dim);
-            AscendC::Max(below, below, to_below, a_.dim);
-            AscendC::PipeBarrier<PIPE_V>();
-        } while (NextPart(item, group));
-        AscendC::Add(Columns(kFrame), above, below, a_.dim);
-    }
-
-    // How many of this core's first rows see no key.
-    __aicore__ inline uint32_t RowsWithoutKeys(const DecodeItem& item, uint32_t rows) const
-    {
-        if (item.keys == 0) return rows;
-        if (!a_.causal || item.first_sees > 0) return 0;
-        const int64_t none = (1 - item.first_sees) * t_.group - skipped_;
-        return none <= 0 ? 0 : static_cast<uint32_t>(none < rows ? none : rows);
+            LoadFrame(Columns(kMoved), Part(*this, group, group == group_).frame);
+            Meet(group == group_);
+        } while (tasks_.NextPart(item, group));
+        TakeCommon();
     }
 
     __aicore__ inline void LoadSinks(const DecodeItem& item, uint32_t rows)

@@ -105,6 +105,24 @@ public:
     // The first block of a group in the line of all blocks.
     __aicore__ inline uint64_t FirstOf(uint32_t group) const { return total_ * group / groups_; }
 
+    // The next group that has a part of the item.
+    __aicore__ inline bool NextPart(const DecodeItem& item, uint32_t& group) const
+    {
+        const uint64_t end = item.first_block + item.blocks;
+        do ++group;
+        while (FirstOf(group) == FirstOf(group + 1) && FirstOf(group) < end);
+        return FirstOf(group) < end;
+    }
+
+    // How many of the `rows` rows of an item behind the first `skipped` ones see no key; they are the first of these.
+    __aicore__ inline uint32_t RowsWithoutKeys(const DecodeItem& item, uint32_t skipped, uint32_t rows) const
+    {
+        if (item.keys == 0) return rows;
+        if (!a_.causal || item.first_sees > 0) return 0;
+        const int64_t none = (1 - item.first_sees) * t_.group - skipped;
+        return none <= 0 ? 0 : static_cast<uint32_t>(none < rows ? none : rows);
+    }
+
 private:
     // Return if the keys of all sequences lie one behind another.
     __aicore__ inline bool HasPackedKeys() const { return t_.has_starts && !t_.has_table; }

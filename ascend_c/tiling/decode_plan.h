@@ -62,20 +62,16 @@ inline void CheckStrides(const char* name, const CacheStrides& s)
     Require(s.page % kFractal == 0, text("pages", s.page) + ", expected a multiple of 16");
 }
 
-// `shape.rows` are all tokens of q, and `shape.keys` the most that a sequence has room for.
-inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, const Settings& settings,
-                               const Chip& chip)
+// What the plans of all chips share. `shape.rows` are all tokens of q, and `shape.keys` the most that a sequence has room for.
+inline DecodeTiling PlanTokens(const AttentionTiling& attention, const Shape& shape, const DecodeLayout& layout,
+                               const Settings& settings)
 {
-    Require(settings.exact, "the published recovery has no kernel for decoding");
     DecodeTiling t{};
-    t.attention = PlanAttention(shape, settings, chip);
-    t.attention.workspace_bytes = 0;
+    t.attention = attention;
     t.group = shape.heads / shape.kv_heads;
     Require(t.group <= kDecodeRows, "heads=" + std::to_string(shape.heads) + " are " + std::to_string(t.group) +
                                         " for each of kv_heads=" + std::to_string(shape.kv_heads) +
                                         ", and a tile has 64 rows");
-    Require(DecodeUnifiedBytes(shape.dim) <= chip.unified_buffer,
-            "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.tile_tokens = kDecodeRows / t.group;
     t.tokens = layout.tokens;
     t.has_starts = layout.has_starts;
@@ -95,6 +91,16 @@ inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, c
     t.v = layout.v;
     CheckStrides("k", t.k);
     CheckStrides("v", t.v);
+    return t;
+}
+
+inline DecodeTiling PlanDecode(const Shape& shape, const DecodeLayout& layout, const Settings& settings,
+                               const Chip& chip)
+{
+    Require(settings.exact, "the published recovery has no kernel for decoding");
+    DecodeTiling t = PlanTokens(PlanAttention(shape, settings, chip), shape, layout, settings);
+    Require(DecodeUnifiedBytes(shape.dim) <= chip.unified_buffer,
+            "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.group_workspace = DecodeParts(shape.dim);
     t.attention.workspace_bytes = uint64_t{chip.cube_cores} * t.group_workspace.bytes;
     return t;

@@ -134,21 +134,11 @@ inline void CheckPacked(const Shape& shape, const Settings& settings)
     Require(!settings.has_mask, "packed sequences take no mask");
 }
 
-inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
+// What the plans of all chips share: which keys rows see, and what is wanted of them.
+inline AttentionTiling PlanRows(const Shape& shape, const Settings& settings, uint32_t tile_rows)
 {
     CheckShape(shape);
     Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
-    Require(settings.unbiased_columns <= Least(kWaveColumns, shape.dim),
-            "unbiased_columns=" + std::to_string(settings.unbiased_columns) + " is above 64 or dim");
-    Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
-    Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
-    CheckPacked(shape, settings);
-    Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
-    Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
-    Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
-    Require(settings.has_mask || !settings.adds_mask, "there is no mask to be added");
-    Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
-    Require(settings.exact || !settings.has_counts, "the published recovery returns no counts");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};
@@ -160,32 +150,49 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.sequences = settings.sequences;
     t.dim = shape.dim;
     t.blocks = AnchorBlocks(shape.keys, settings.sequences);
-    t.tile_rows = kTileRows;
+    t.tile_rows = tile_rows;
     t.token_rows = 1;
     t.parts = 1;
-    t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
-    t.resident = shape.dim <= kChunk;
-    const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;
-    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
-            "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.causal = settings.causal || settings.right >= 0;
     t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
     t.windowed = settings.left >= 0;
     t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
     t.has_mask = settings.has_mask;
-    t.adds_mask = settings.adds_mask;
-    t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
     t.mask = settings.mask;
-    t.saturates = settings.saturates;
     t.has_lengths = settings.has_lengths;
     t.has_sinks = settings.has_sinks;
     t.has_largest = settings.has_largest;
+    t.scale = static_cast<float>(settings.scale);
+    return t;
+}
+
+inline AttentionTiling PlanAttention(const Shape& shape, const Settings& settings, const Chip& chip)
+{
+    AttentionTiling t = PlanRows(shape, settings, kTileRows);
+    Require(settings.unbiased_columns <= Least(kWaveColumns, shape.dim),
+            "unbiased_columns=" + std::to_string(settings.unbiased_columns) + " is above 64 or dim");
+    Require(!settings.to_bf16 || settings.unbiased_columns > 0, "BF16 outputs are for unbiased rounding alone");
+    Require(settings.exact || !settings.has_lengths, "the published recovery takes no lengths");
+    CheckPacked(shape, settings);
+    Require(settings.exact || !settings.has_sinks, "the published recovery takes no sinks");
+    Require(settings.exact || (settings.left < 0 && settings.right < 0), "the published recovery takes no windows");
+    Require(settings.exact || !settings.has_mask, "the published recovery takes no masks");
+    Require(settings.has_mask || !settings.adds_mask, "there is no mask to be added");
+    Require(settings.exact || !settings.has_largest, "the published recovery returns no largest scores");
+    Require(settings.exact || !settings.has_counts, "the published recovery returns no counts");
+    t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
+    t.resident = shape.dim <= kChunk;
+    const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;
+    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
+            "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
+    t.adds_mask = settings.adds_mask;
+    t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
+    t.saturates = settings.saturates;
     t.has_counts = settings.has_counts;
     t.keep_scores = settings.keep_scores;
     t.unbiased_columns = settings.unbiased_columns;
     t.leaning = Leaning(settings.unbiased_columns);
     t.to_bf16 = settings.to_bf16;
-    t.scale = static_cast<float>(settings.scale);
     t.invariance = static_cast<float>(settings.invariance);
     t.lane = LaneParts(t.dim, t.anchor_rows * DivideUp(shape.keys, kBlockKeys));  // no sequence is longer
     t.workspace_bytes = uint64_t{chip.cube_cores} * kLanes * t.lane.bytes;

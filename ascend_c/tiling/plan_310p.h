@@ -1,7 +1,7 @@
 // The host's side of tiling for the Ascend 310P: what fits, what is refused. Pure C++17, tested on the CPU.
 #pragma once
 
-#include "plan.h"
+#include "decode_plan.h"
 
 namespace pasa {
 
@@ -24,6 +24,22 @@ constexpr uint64_t L0CBytes310P(uint32_t dim)
 {
     return 4 * uint64_t{kHalfRows} * (2 * kBlockKeys + kHalfRows + 2 * (dim + kFractal));
 }
+// Bytes that decoding takes: kernel/310p/decode_rows.h, decode.h and decode_products.h.
+constexpr uint64_t DecodeUnifiedBytes310P(uint32_t dim)
+{
+    const uint64_t rows = kHalfRows, tile = rows * kBlockKeys, chunk = dim < kChunk ? dim : kChunk;
+    const uint64_t work = (kBlockKeys / 2 + 8) * rows, numbers = 11 * rows, columns = 6 * kMaxDim;
+    const uint64_t floats = tile + work + rows * dim + 3 * rows * kFractal + numbers + columns + rows * kFractal / 2;
+    const uint64_t halves = 2 * kBlockKeys * chunk + (dim <= kChunk ? 2 : 1) * kBlockKeys * kChunk + kMaxDim + kChunk;
+    return 4 * floats + 2 * halves;
+}
+constexpr uint64_t DecodeL1Bytes310P(uint32_t dim)
+{
+    return 2 * (2 * HalfTileNumbers(dim) + 4 * kBlockKeys * dim + HalfTileNumbers(kBlockKeys));
+}
+static_assert(DecodeUnifiedBytes310P(kChunk) <= kUnifiedBuffer310P &&
+                  DecodeUnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && DecodeL1Bytes310P(kMaxDim) <= kL1Of310P,
+              "every head dimension fits");
 static_assert(UnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && L1Bytes310P(kMaxDim) <= kL1Of310P &&
                   L0CBytes310P(kMaxDim) <= kL0COf310P,
               "every head dimension fits");
@@ -41,40 +57,17 @@ inline uint32_t PartsOf(const AttentionTiling& t, uint32_t cores)
 // `token_rows` neighbouring rows are query heads of one token, which see the same keys.
 inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& settings, uint32_t token_rows = 1)
 {
-    CheckShape(shape);
-    Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
+    AttentionTiling t = PlanRows(shape, settings, kHalfRows);
     Require(settings.exact, "an Ascend 310P has no kernel of the published recovery");
     Require(settings.unbiased_columns == 0, "an Ascend 310P has no unbiased rounding: its vector unit does not shift");
     Require(!settings.to_bf16, "an Ascend 310P has no BF16");
-    Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
-            "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     Require(token_rows > 0 && shape.rows % token_rows == 0, "rows=" + std::to_string(shape.rows) +
                                                                 " are no multiple of token_rows=" +
                                                                 std::to_string(token_rows));
-    AttentionTiling t{};
-    t.batch = shape.batch;
-    t.heads = shape.heads;
-    t.kv_heads = shape.kv_heads;
-    t.rows = shape.rows;
-    t.keys = shape.keys;
-    t.dim = shape.dim;
-    t.blocks = DivideUp(shape.keys, kBlockKeys);
-    t.tile_rows = kHalfRows;
     t.anchor_rows = AnchorRows(false);
     t.lanes = 1;
     t.token_rows = token_rows;
-    t.parts = 1;
-    t.causal = settings.causal || settings.right >= 0;
-    t.right = settings.right < 0 ? 0 : WithinLength(settings.right);
-    t.windowed = settings.left >= 0;
-    t.left = settings.left < 0 ? 0 : WithinLength(settings.left);
-    t.has_mask = settings.has_mask;
-    t.mask = settings.mask;
-    t.has_sinks = settings.has_sinks;
-    t.has_largest = settings.has_largest;
     t.saturates = 1;  // the chip has no other mode
-    t.has_lengths = settings.has_lengths;
-    t.scale = static_cast<float>(settings.scale);
     return t;
 }
 
@@ -84,6 +77,27 @@ inline void CutKeys(AttentionTiling& t, uint32_t parts)
     t.parts = parts;
     const uint64_t tiles = uint64_t{t.batch} * t.heads * DivideUp(t.rows, kHalfRows);
     t.workspace_bytes = parts > 1 ? tiles * parts * (kPartNumbers + t.dim) * kHalfRows * sizeof(float) : 0;
+}
+
+// What a core leaves of its first segment and of its last, for the launch that merges them.
+constexpr DecodeWorkspace DecodeParts310P(uint32_t dim)
+{
+    DecodeWorkspace w{};
+    w.product_bytes = uint64_t{kDecodeRows} * dim * 4;
+    w.outputs = 0;
+    w.states = w.outputs + 2 * w.product_bytes;
+    w.ends = w.states + 2 * 2 * kDecodeRows * 4;
+    w.bytes = RoundUp<uint64_t>(w.ends + 2 * dim * 2, 512);
+    return w;
+}
+
+inline DecodeTiling PlanDecode310P(const Shape& shape, const DecodeLayout& layout, const Settings& settings,
+                                   uint32_t cores)
+{
+    DecodeTiling t = PlanTokens(PlanAttention310P(shape, settings), shape, layout, settings);
+    t.group_workspace = DecodeParts310P(shape.dim);
+    t.attention.workspace_bytes = uint64_t{cores} * t.group_workspace.bytes;
+    return t;
 }
 
 }  // namespace pasa

@@ -106,7 +106,8 @@ struct CacheStrides {
 };
 
 // A group's workspace of decoding, in bytes from its start. What has two copies is for blocks with an even and an odd
-// number, and partial results are those of the group's first segment and of its last.
+// number, and partial results are those of the group's first segment and of its last. A core of a 310P has only these, and
+// each is in one piece.
 struct DecodeWorkspace {
     uint64_t keys;     // FP16 (2, 128, D), K'
     uint64_t scores;   // FP32 (2, 64, 128), S

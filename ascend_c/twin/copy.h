@@ -24,6 +24,18 @@ inline Pipe copy_pipe(const Span& dst, const Span& src)
     return Pipe::V;  // UB -> UB
 }
 
+// Deviation::stored_infinities.
+inline void replace_infinities(uint8_t* bytes, size_t count)
+{
+    constexpr uint32_t infinity = 0x7f800000, sign = 0x80000000;
+    for (size_t at = 0; at + sizeof(uint32_t) <= count; at += sizeof(uint32_t)) {
+        uint32_t bits;
+        std::memcpy(&bits, bytes + at, sizeof(bits));
+        if ((bits & ~sign) == infinity) --bits;
+        std::memcpy(bytes + at, &bits, sizeof(bits));
+    }
+}
+
 inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span& src, const BlockCopy& c)
 {
     if (c.count == 0 || c.bytes == 0) return;  // documented as no operation
@@ -47,6 +59,8 @@ inline void copy_blocks(Instruction& op, Pipe pipe, const Span& dst, const Span&
         for (int64_t i = 0; i < c.count; ++i) {
             std::memmove(dst.data() + static_cast<size_t>(i) * c.to_step,
                          src.data() + static_cast<size_t>(i) * c.from_step, c.bytes);
+            if (!deviates(Deviation::stored_infinities) || !on_gm(dst)) continue;
+            replace_infinities(dst.data() + static_cast<size_t>(i) * c.to_step, c.bytes);
         }
     });
 }
@@ -89,8 +103,10 @@ inline void data_copy(const Span& dst, const Span& src, const AscendC::DataCopyP
     op.fits(p.srcGap, "srcGap", 0, 65535);
     op.fits(p.dstGap, "dstGap", 0, 65535);
     const size_t bytes = static_cast<size_t>(p.blockLen.full()) * kBlockBytes;
+    const bool to_l1 = pipe == Pipe::MTE3 && !on_gm(dst);
+    const size_t gap = to_l1 && deviates(Deviation::l1_gaps) ? 0 : static_cast<size_t>(p.dstGap.full());
     const BlockCopy c{p.blockCount.full(), bytes, bytes + static_cast<size_t>(p.srcGap.full()) * kBlockBytes,
-                      bytes + static_cast<size_t>(p.dstGap.full()) * kBlockBytes};
+                      bytes + gap * kBlockBytes};
     copy_blocks(op, pipe, dst, src, c);
 }
 

@@ -104,8 +104,10 @@ public:
             add(Space::L0C, o.chip.l0c);
             finished_units.resize(o.chip.l0c / kFractalBytes);
         }
-        saturate = kind == CoreKind::ai || o.overflow == Overflow::saturate;
-        saturate_float = kind == CoreKind::ai && o.saturate_float;
+        const bool may_saturate = o.deviation != Deviation::no_saturation;
+        const bool float_too = o.saturate_float || o.deviation == Deviation::float_saturation;
+        saturate = may_saturate && (kind == CoreKind::ai || o.overflow == Overflow::saturate);
+        saturate_float = kind == CoreKind::ai && float_too;
     }
 
     static int index(Space space) { return static_cast<int>(space); }

@@ -173,7 +173,8 @@ Factors factors_of(const Span& a, const Span& b, const MmadShape& s)
     Factors f{std::vector<float>(static_cast<size_t>(s.m) * k),
               std::vector<float>(static_cast<size_t>(up_to(s.n, kFractalSide)) * k)};
     const auto value = [&f](const Span& from, size_t at) {
-        const float x = to_float(reinterpret_cast<const T*>(from.data())[at]);
+        float x = to_float(reinterpret_cast<const T*>(from.data())[at]);
+        if (deviates(Deviation::subnormal_operands) && std::fabs(x) < kHalfNormal) x = 0.0f;
         f.finite &= is_finite(x);
         f.nan |= x != x;
         return x;

@@ -98,10 +98,14 @@ public:
         make_cores(l);
         const auto hashes = input_hashes();
         for (Allocation& a : gm_) {
-            if (a.role == Role::output || a.role == Role::workspace) a.memory->poison();
+            const bool unseen = options.deviation == Deviation::launch_order && launched_;
+            if (a.role == Role::output || a.role == Role::workspace || (unseen && a.role == Role::persistent)) {
+                a.memory->poison();
+            }
             a.memory->forget_order();
             l.gm.push_back(a.memory.get());
         }
+        launched_ = true;
         twin::launch = &l;
         Report report;
         const int available = options.shape == Shape::aiv_only  ? options.chip.aiv_cores
@@ -202,6 +206,7 @@ private:
     }
 
     std::vector<Allocation> gm_;
+    bool launched_ = false;  // before
 };
 
 }  // namespace twin

@@ -22,7 +22,8 @@ inline void l0c_to_ub(const Span& dst, const Span& src, const AscendC::DataCopyP
     op.fits(p.dstGap, "dstGap", 0, 65535);
     op.require(e.blockMode == AscendC::BlockMode::BLOCK_MODE_MATRIX && !e.isRelu, FaultKind::program,
                "the twin copies whole fractals: BLOCK_MODE_MATRIX without ReLU");
-    const size_t bytes = static_cast<size_t>(p.blockLen.full()) * fractal;
+    const size_t length = deviates(Deviation::l0c_fractals) ? fractal / 2 : fractal;
+    const size_t bytes = static_cast<size_t>(p.blockLen.full()) * length;
     copy_blocks(op, Pipe::V, dst, src,
                 BlockCopy{p.blockCount.full(), bytes, bytes + static_cast<size_t>(p.srcGap.full()) * fractal,
                           bytes + static_cast<size_t>(p.dstGap.full()) * kBlockBytes});

@@ -27,6 +27,7 @@ inline To bits_of(From from)
 }
 
 constexpr float kHalfMax = 65504.0f;
+constexpr float kHalfNormal = 0x1p-14f;  // the least number that is not subnormal
 constexpr float kBf16Max = 3.38953139e38f;
 
 // float -> binary16, round to nearest, ties to even: the same bits as F16C.

@@ -31,6 +31,17 @@ enum class Deviation {
     accumulator,    // a product changes the accumulator that was written before it
     scalar_cache,   // DataCacheCleanAndInvalid does nothing
     sync_all,       // SyncAll waits for no other core
+    // Of a 310P:
+    no_saturation,       // overflow gives infinities
+    float_saturation,    // FP32 results saturate, too
+    float_sums,          // sums of FP32 numbers are one unit in the last place larger
+    stored_infinities,   // FP32 infinities become the largest numbers on their way to memory
+    half_rounding,       // Cast to FP16 by CAST_NONE rounds towards zero
+    subnormal_results,   // vector calls give 0 for subnormal FP16 results
+    subnormal_operands,  // Mmad takes subnormal FP16 operands for 0
+    l0c_fractals,        // a copy from L0C to UB counts fractals of 512 bytes
+    l1_gaps,             // a copy from UB to L1 leaves no gaps there
+    launch_order,        // a launch does not see what the one before it stored
 };
 
 // What one block is: a cube core with two vector cores, or one core. `ai_core` is that of a 310P: a cube unit and a

@@ -100,6 +100,12 @@ inline float quotient(float a, float b)
 }
 void quotient(int64_t, int64_t) = delete;  // half and float alone
 
+inline float sum(float a, float b)
+{
+    const float s = a + b;
+    return deviates(Deviation::float_sums) ? std::nextafter(s, std::numeric_limits<float>::infinity()) : s;
+}
+inline int64_t sum(int64_t a, int64_t b) { return a + b; }
 inline float product(float a, float b) { return a * b; }
 inline int64_t product(int64_t a, int64_t b)
 {
@@ -224,7 +230,7 @@ TWIN_UNARY(Abs, [](float x) { return std::fabs(x); })
     }
 
 // Which of them may accumulate: page "general constraints on overlap".
-TWIN_BINARY(Add, x + y, true)
+TWIN_BINARY(Add, twin::sum(x, y), true)
 TWIN_BINARY(Sub, x - y, true)
 TWIN_BINARY(Mul, twin::product(x, y), true)
 TWIN_BINARY(Div, twin::quotient(x, y), false)

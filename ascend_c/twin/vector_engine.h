@@ -345,6 +345,9 @@ uint64_t round_lanes(const float* values, T* out, const Lanes& active, bool satu
 {
     if constexpr (std::is_same_v<T, half>) {
         narrow(values, out, kMaxLanes);
+        for (int i = 0; deviates(Deviation::subnormal_results) && i < kMaxLanes; ++i) {
+            if (std::fabs(to_float(out[i])) < kHalfNormal) out[i] = half_from(0.0f);
+        }
     } else {
         std::memcpy(out, values, sizeof(T) * static_cast<size_t>(kMaxLanes));
     }

@@ -115,7 +115,9 @@ void cast(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src
     const Operand a = e.counted ? packed(src, lanes) : operand(src, s.src_block, s.src_repeat);
     prepare(op, plan, d, {a});
     count_vector(op, TypeName<S>::value, plan);
-    op.run([=, &core = op.core(), saturate = op.core().saturate, rounding = rounding_of(mode)] {
+    const bool truncates = deviates(Deviation::half_rounding) && cast_kind<D, S>() == CastKind::to_half;
+    op.run([=, &core = op.core(), saturate = op.core().saturate,
+            rounding = rounding_of(truncates ? AscendC::RoundMode::CAST_TRUNC : mode)] {
         Wide<S> x[kMaxLanes] = {};
         D out[kMaxLanes] = {};
         uint64_t overflows = 0;

@@ -1,16 +1,18 @@
-// What the 310P's attention kernel spends on the CPU twin, as JSON: one tile of 64 queries against so many blocks.
+// What the 310P's kernels spend on the CPU twin, as JSON: one tile against so many blocks of keys, by prefill with 64
+// queries, or by decoding with so many rows, from keys in a row or in pages of so many slots.
 //
-//     PROGRAM DIM BLOCKS
+//     PROGRAM attend DIM BLOCKS
+//     PROGRAM decode DIM BLOCKS ROWS SLOTS
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <numeric>
 
 #include "binding/on_twin_310p.h"
 #include "tiling/plan_310p.h"
 
-int main(int argc, char** argv)
+static twin::Report Attend(uint32_t dim, uint32_t blocks)
 {
-    if (argc != 3) return 2;
-    const uint32_t dim = static_cast<uint32_t>(std::atoi(argv[1])), blocks = static_cast<uint32_t>(std::atoi(argv[2]));
     pasa::Settings settings;
     settings.scale = 1.0;
     const pasa::Shape shape{1, 1, 1, pasa::kHalfRows, blocks * pasa::kBlockKeys, dim};
@@ -19,10 +21,45 @@ int main(int argc, char** argv)
     std::vector<half> q(size_t{shape.rows} * dim), keys(numbers), values(numbers), anchors(size_t{2} * blocks * dim);
     std::vector<half> out(q.size());
     std::vector<float> units(size_t{pasa::kUnitCopies} * blocks, 1.0f), lse(shape.rows);
-    const pasa::Attention310P given{q.data(),     keys.data(), values.data(), anchors.data(),
-                                    units.data(), nullptr,     nullptr,       nullptr,
-                                    nullptr,      out.data(),  lse.data(),    nullptr,       nullptr};
-    const twin::Report report = pasa::AttendOnTwin(given, tiling, 1);
+    const pasa::AttentionPointers given{q.data(), keys.data(), values.data(), anchors.data(), units.data(),
+                                        nullptr,  nullptr,     nullptr,       nullptr,        out.data(),
+                                        lse.data(), nullptr,   nullptr,       nullptr};
+    return pasa::AttendOnTwin(given, tiling, 1);
+}
+
+// No column leaves the frame. The launch that merges parts is not in the report.
+static twin::Report Decode(uint32_t dim, uint32_t blocks, uint32_t rows, uint32_t slots)
+{
+    const uint32_t keys = blocks * pasa::kBlockKeys, pages = slots == 0 ? 0 : keys / slots;
+    pasa::Settings settings;
+    settings.scale = 1.0;
+    settings.has_lengths = pages > 0;
+    pasa::DecodeLayout layout;
+    layout.pages = pages;
+    layout.slots = slots;
+    layout.table_columns = pages;
+    layout.q_token = layout.q_head = uint64_t{rows} * dim;
+    layout.k = {uint64_t{slots == 0 ? keys : slots} * dim, dim, dim};
+    layout.v = layout.k;
+    const pasa::DecodeTiling tiling = pasa::PlanDecode310P({1, rows, 1, 1, keys, dim}, layout, settings, 1);
+    std::vector<half> q(size_t{rows} * dim), k(size_t{keys} * dim), v(k.size()), out(q.size());
+    std::vector<float> lse(size_t{rows} * pasa::kUnitCopies);
+    std::vector<int32_t> table(pages), lengths(1, static_cast<int32_t>(keys));
+    std::iota(table.begin(), table.end(), 0);
+    std::vector<uint8_t> workspace(tiling.attention.workspace_bytes);
+    const pasa::DecodePointers given{q.data(), k.data(), v.data(), pages == 0 ? nullptr : table.data(),
+                                     pages == 0 ? nullptr : lengths.data(), nullptr, nullptr, out.data(), lse.data(),
+                                     workspace.data()};
+    return pasa::DecodeOnTwin(given, tiling, 1, {}, false);
+}
+
+int main(int argc, char** argv)
+{
+    const auto number = [argv](int i) { return static_cast<uint32_t>(std::atoi(argv[i])); };
+    const bool decodes = argc == 6 && std::strcmp(argv[1], "decode") == 0;
+    if (!decodes && (argc != 4 || std::strcmp(argv[1], "attend") != 0)) return 2;
+    const twin::Report report =
+        decodes ? Decode(number(2), number(3), number(4), number(5)) : Attend(number(2), number(3));
     const twin::Counters counted = report.total(twin::CoreKind::ai);
     std::printf("{\"report\": %s, \"L0C to UB\": %llu}\n", report.json().c_str(),
                 static_cast<unsigned long long>(counted.bytes[twin::index_of(twin::Pipe::V)]));

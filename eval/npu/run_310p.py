@@ -1,6 +1,6 @@
-"""The command `pasa bench npu-model-310p`: a roofline model of the kernel for the Ascend 310P; see README.md.
+"""The command `pasa bench npu-model-310p`: a roofline model of the kernels for the Ascend 310P; see README.md.
 
-Modelled, not measured. The kernel runs on the CPU twin of the core, which counts what each engine does
+Modelled, not measured. A kernel runs on the CPU twin of the core, which counts what each engine does
 for a tile. Documented rates turn counts into times; cycles of vector calls are those of an Atlas A2.
 """
 
@@ -10,12 +10,14 @@ import json
 import platform
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pasa.eval.kit import output
 from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.tables import Table
+from pasa.eval.npu import decoding_310p
 from pasa.eval.npu.roofline import cycles_of
 from pasa.eval.npu.run import ASCEND_C, FLAGS
 
@@ -28,21 +30,28 @@ Record = dict[str, Any]
 
 
 def run_model(progress: output.Report = output.silent) -> Record:
-    """Model an Ascend310P3: what a tile spends on the CPU twin over documented rates. Not measured.
+    """Model an Ascend310P3: what a tile spends on the CPU twin over documented rates, in prefill and decoding.
+
+    Not measured.
 
     OSError without g++ or the Ascend C sources, or if the twin reports a fault.
     """
     published: Record = json.loads(RATES.read_text(encoding="utf-8"))
     rates = {name: float(each["value"]) for name, each in published["rates"].items()}
-    tiles = [predict(dim, work, rates) | {"work": work} for dim, work in count(progress).items()]
+    works, blocks = count(progress)
+    tiles = [predict(dim, work, rates) | {"work": work} for dim, work in works.items()]
+    decoding = [decoding_310p.predict(each, rates, engine_cycles, varied(rates)) for each in blocks]
     products = all(e["work"]["macs"] == ROWS * (KEYS * (2 * e["dim"] + 16) + 2 * e["dim"]) for e in tiles)
     peak = 2e-12 * rates["cube"] * rates["clock"] * rates["cores"]
-    checks = {"multiplications are two products, the row sums and two anchor rows": products}
-    return {"note": NOTE, "gate": gate(checks), "peak_tflops": peak, "tiles": tiles} | published
+    checks = {
+        "multiplications are two products, the row sums and two anchor rows": products,
+        "decoding reads each key and value once": all(map(decoding_310p.reads_keys_once, decoding)),
+    }
+    return {"note": NOTE, "gate": gate(checks), "peak_tflops": peak, "tiles": tiles, "decoding": decoding} | published
 
 
-def count(progress: output.Report) -> dict[int, Record]:
-    """Return the counters of one tile (64 queries, 128 keys) by head dimension."""
+def count(progress: output.Report) -> tuple[dict[int, Record], list[Record]]:
+    """Return the counters of one tile (64 queries, 128 keys) by head dimension, and those of decoding."""
     if not (ASCEND_C.exists() and SOURCE.exists()):
         raise OSError(f"{ASCEND_C} is missing, as it is from an installed package: clone the repository and run there")
     flags = [*FLAGS, *(["-mf16c"] if platform.machine() == "x86_64" else [])]
@@ -55,13 +64,13 @@ def count(progress: output.Report) -> dict[int, Record]:
         works = {}
         for number, dim in enumerate(DIMS):
             progress(number, len(DIMS), f"D = {dim}")
-            few, many = (_work(program, dim, blocks) for blocks in (FEW, MANY))
+            few, many = (_work(program, "attend", dim, blocks) for blocks in (FEW, MANY))
             works[dim] = {name: (many[name] - few.get(name, 0)) / (MANY - FEW) for name in many}
-    return works
+        return works, decoding_310p.count(partial(_work, program))
 
 
-def _work(program: str, dim: int, blocks: int) -> Record:
-    done = subprocess.run([program, str(dim), str(blocks)], capture_output=True, text=True, check=True)
+def _work(program: str, what: str, *numbers: int) -> Record:
+    done = subprocess.run([program, what, *map(str, numbers)], capture_output=True, text=True, check=True)
     counted = json.loads(done.stdout)
     if not counted["report"]["ok"]:
         raise OSError(f"the twin reports a fault: {counted['report']['fault']}")
@@ -77,11 +86,17 @@ def _work(program: str, dim: int, blocks: int) -> Record:
 
 def engine_cycles(work: Record, rates: dict[str, float]) -> dict[str, float]:
     """Return the cycles of each engine for a tile; copies from L0C are the vector unit's."""
-    calls = {name: number for name, number in work.items() if name.endswith((" float", " half"))}
+    calls = {name: number for name, number in work.items() if name.endswith((" float", " half", " uint16"))}
     vector = sum(number * cycles_of(name) for name, number in calls.items()) / rates["vector"]
     vector += work["L0C to UB"] / rates["L0C to UB"] + work["barriers"] * rates["vector barrier"]
     times = {name: work[key] / rates[name] for name, key in (("cube", "macs"), ("MTE1", "MTE1"), ("MTE3", "MTE3"))}
     return {"vector": vector, **times, "L2 read": work["MTE2"] / rates["L2 read"]}
+
+
+def varied(rates: dict[str, float]) -> list[dict[str, float]]:
+    """Return the rates with one of them, but for the clock, off by 30 %."""
+    names = [name for name in rates if name not in ("clock", "cores")]
+    return [rates | {name: factor * rates[name]} for name in names for factor in FACTORS]
 
 
 def predict(dim: int, work: Record, rates: dict[str, float]) -> Record:
@@ -90,17 +105,12 @@ def predict(dim: int, work: Record, rates: dict[str, float]) -> Record:
     ns = {name: 1e9 * each / rates["clock"] for name, each in cycles.items()}
     bound = max(ns, key=lambda name: ns[name])
     flops = 4 * ROWS * KEYS * dim * rates["cores"]
-    varied = [
-        max(changed := engine_cycles(work, rates | {name: factor * rates[name]}), key=lambda each: changed[each])
-        for name in rates
-        if name not in ("clock", "cores")
-        for factor in FACTORS
-    ]
+    bounds = {max(changed := engine_cycles(work, some), key=lambda each: changed[each]) for some in varied(rates)}
     return {
         "dim": dim,
         "ns": ns,
         "bound": bound,
-        "bound_if_one_rate_is_off": sorted(set(varied)),
+        "bound_if_one_rate_is_off": sorted(bounds),
         "memory_ns": 1e9 * work["MTE2"] / rates["memory"] / rates["clock"],
         "tflops": 1e-3 * flops / ns[bound],
         "tflops_without_overlap": 1e-3 * flops / sum(ns.values()),
@@ -108,7 +118,7 @@ def predict(dim: int, work: Record, rates: dict[str, float]) -> Record:
 
 
 def report(result: Record) -> list[Table | str]:
-    """Return the times of a tile and the rates."""
+    """Return the times of a tile in prefill and decoding, and the rates."""
     peak = result["peak_tflops"]
     engines = list(result["tiles"][0]["ns"])
     rows = [
@@ -127,6 +137,7 @@ def report(result: Record) -> list[Table | str]:
     return [
         NOTE,
         Table("A tile of 64 queries and 128 keys: nanoseconds of a core by engine", heads, rows),
+        decoding_310p.table(result["decoding"]),
         Table("Rates", ["rate", "value", "source", "inferred"], rates),
         *(f"{name}: {text}." for name, text in result["sources"].items()),
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pasa.eval.check_device.npu.probes import INTEGERS
+from pasa.eval.check_device.npu.calls import INTEGERS
 from pasa.ops.attention import call as operator_call
 from pasa.ops.attention.ascend.backend import paper_matrix
 from pasa.ops.attention.ascend.masks import find_visits, keeps
@@ -196,6 +196,15 @@ def launch_product_probe(program: Program, m: int, n: int, k: int, **options: An
     report = program.run("probe_product", arrays, m=m, n=n, k=k, **options)
     c = read(program, "c", np.float32, (3, BLOCK, BLOCK))[:, :m, :n] if report["ok"] else None
     return Run(report, {} if c is None else {"c": c})
+
+
+def put_nan_behind_lengths(x: Call) -> None:
+    """Make the keys and values of a call that do not exist NaN."""
+    if x.lengths is None:
+        raise ValueError("the call has no lengths")
+    for b, length in enumerate(x.lengths.clamp(min=0).tolist()):
+        x.k[b, :, length:] = torch.nan
+        x.v[b, :, length:] = torch.nan
 
 
 def read(program: Program, name: str, dtype: type, shape: tuple[int, ...]) -> Tensor:

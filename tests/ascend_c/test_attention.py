@@ -22,6 +22,7 @@ from tests.ascend_c.kernel_runs import (
     attend_by_reference,
     launch_attention,
     launch_shift,
+    put_nan_behind_lengths,
     seen,
     shifted_by_reference,
     ulp,
@@ -193,9 +194,7 @@ def test_values_of_one_give_one(kernels):
 def test_lengths(kernels, causal):
     """Keys beyond a length do not exist: NaN in them and in their values changes nothing."""
     x = make_call(4, 2, 1, 140, 300, 64, causal, lengths=torch.tensor([300, 129, 0, -5]))
-    for b, length in enumerate(x.lengths.clamp(min=0).tolist()):
-        x.k[b, :, length:] = torch.nan
-        x.v[b, :, length:] = torch.nan
+    put_nan_behind_lengths(x)
     shifted = launch_shift(kernels, x)
     result = launch_attention(kernels, x, shifted.arrays)
     assert result.report["ok"], result.report["fault"]

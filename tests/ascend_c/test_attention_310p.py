@@ -15,7 +15,15 @@ from pasa.eval.random_calls import inputs
 from pasa.eval.random_calls.judge import Arithmetic, judge
 from pasa.eval.random_calls.truth import find_truth
 from tests.adversaries import specks, spikes, stalled, sunken
-from tests.ascend_c.kernel_runs import BLOCK, LAUNCHES, Call, attend_by_reference, shifted_by_reference, ulp
+from tests.ascend_c.kernel_runs import (
+    BLOCK,
+    LAUNCHES,
+    Call,
+    attend_by_reference,
+    put_nan_behind_lengths,
+    shifted_by_reference,
+    ulp,
+)
 from tests.ascend_c.runs_310p import attend, fractals, launch_attention, launch_shift, rows_of
 from tests.ascend_c.test_attention import SHAPES, check_output, make_call
 from tests.ascend_c.twin_build import TWIN
@@ -272,9 +280,7 @@ def test_more_blocks_than_offsets_fit(kernels):
 def test_lengths(kernels, causal):
     """Keys beyond a length do not exist: NaN in them and in their values changes nothing."""
     x = make_call(4, 2, 1, 140, 300, 64, causal, lengths=torch.tensor([300, 129, 0, -5]))
-    for b, length in enumerate(x.lengths.clamp(min=0).tolist()):
-        x.k[b, :, length:] = torch.nan
-        x.v[b, :, length:] = torch.nan
+    put_nan_behind_lengths(x)
     result = run(kernels, x)
     check_against_reference(x, result)
     assert (result["out"][2] == 0).all()

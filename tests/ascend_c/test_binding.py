@@ -458,9 +458,9 @@ def test_entries_hand_every_pointer_on():
     structs = {"Arguments": "AttentionPointers", "ShiftArguments": "ShiftPointers", "DecodeArguments": "DecodePointers"}
     for struct, binding in structs.items():
         members = fields("kernel/arguments.h", struct)
-        assert set(members) - {"scores"} == set(fields("binding/launch.h", binding))
+        assert set(members) - {"scores"} == set(fields("binding/pointers.h", binding))
         assert all(f"arguments.{name} = " in entries for name in members)
-        assert all(f"p.{name}" in entries for name in fields("binding/launch.h", binding))
+        assert all(f"p.{name}" in entries for name in fields("binding/pointers.h", binding))
 
 
 def test_entries_call_what_there_is():

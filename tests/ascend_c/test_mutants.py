@@ -347,7 +347,7 @@ def attempts(program):
         kernels.append(partial(launch_attention, program, x, shifted_by_reference(x), groups=1))
     kernels += [partial(launch_attention, program, x, shifted_by_reference(x), groups=1) for x in PACKED]
     kernels += [partial(launch_decode, program, x, pages, groups=groups) for x, pages, groups in DECODED]
-    kernels += [partial(launch_vector_probe, program, probe) for probe in range(6)]
+    kernels += [partial(launch_vector_probe, program, probe) for probe in range(7)]
     kernels += [partial(launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = [bits(launch, 0) for launch in kernels]
     assert None not in expected

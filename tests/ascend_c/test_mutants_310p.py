@@ -1,7 +1,8 @@
 """Every flag, barrier, buffer and rule of the 310P's kernels is needed, and it is noticed when one is missing.
 
 A mutant is caught if a launch ends in a fault, saturates a number, or returns other bits than the unchanged kernel.
-Sources that are shared with Atlas A2 have their mutants in test_mutants.py; two of them have rules of this chip, too.
+Sources that are shared with Atlas A2 have their mutants in test_mutants.py; those that hold rules of this chip, or that
+its decoding shares, have them here, too.
 """
 
 from dataclasses import replace
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from tests.adversaries import stalled, sunken
-from tests.ascend_c.kernel_runs import BLOCK, Call
+from tests.ascend_c.decode_runs import launch_decode
+from tests.ascend_c.kernel_runs import BLOCK, Call, launch_product_probe
+from tests.ascend_c.mutants import RULES as A2_RULES
 from tests.ascend_c.mutants import tried_now, write_mutants
 from tests.ascend_c.runs_310p import launch_attention, launch_shift
 from tests.ascend_c.test_mutants import (
+    DECODED,
     LAUNCHES,
     Attempt,
     anchors_far_apart,
@@ -24,14 +28,25 @@ from tests.ascend_c.test_mutants import (
     drawn_mask,
     extreme_keys,
     is_caught,
+    mixed_batch,
     opposite_blocks,
     random_call,
     unlike,
 )
 from tests.ascend_c.twin_build import FAST, PROGRAMS, Program, build
 
-LEAST = 120  # how many there are to be
-RULES = {
+LEAST = 200  # how many there are to be
+# Rules of sources that decoding shares with Atlas A2: head_frame.h and decode_task.h.
+SHARED = (
+    "a column stays in a frame that is far from a key",
+    "keys above a frame are not tested",
+    "keys below a frame are not tested",
+    "the common frame is that of the first part above 0",
+    "the common frame is that of the first part below 0",
+    "tokens of a sequence in pages are aligned to the end of its table",
+    "page numbers are not clamped",
+)
+RULES = {name: A2_RULES[name] for name in SHARED} | {
     "a reference is not carried into the next frame": ("seeing.Add(reference, reference, Number(kScratch));", ""),
     "a row is carried into a frame of keys that it does not see": (
         "seeing.Subtract(Number(kScratch), Number(kFrame), Number(kFramed));",
@@ -42,7 +57,7 @@ RULES = {
         "RowMath(j == 0 ? now : 0).Scale(Number(kFrame), Number(kFramed), 1.0f);",
     ),
     "anchors are taken for their frames": (
-        "TakeOffsets(Number(kOffset), anchor_row + 1);",
+        "TakeOffsets(Number(kOffset), anchor_row + 1, anchor_rows_, t_.scale);",
         "all.Set(Number(kOffset), 0.0f);",
     ),
     "the first block has the offset of its mean": ("if (block == 0) {", "if (false)"),
@@ -65,7 +80,7 @@ RULES = {
     ),
     "a fully masked row keeps the sum of masked keys": ("never.Set(Number(kSum), 1.0f);", ""),
     "a fully masked row keeps the result of masked keys": (
-        "AscendC::Duplicate(output_[r * kFractal], 0.0f, kFractal, t_.dim / kFractal, 1, group_ / kFloatBlock);",
+        "AscendC::Duplicate(output_[r * kFractal], 0.0f, kFractal, dim_ / kFractal, 1, group_ / kFloatBlock);",
         "",
     ),
     "a fully masked row has a log-sum-exp": ("never.SetBits(lse, kMinusInfinity);", ""),
@@ -134,6 +149,30 @@ RULES = {
     ),
     "rows behind the last key are not filled up": ("if (rest > 0) {", "if (false)"),
     "blocks of values are read from behind a length": ("if (first < keys) {", "if (true)"),
+    "a reference is not carried where columns leave a frame": (
+        "RowMath(0, rows_).Add(Number(kReference), Number(kReference), Number(kFramed));",
+        "",
+    ),
+    "a decoded frame is carried again and again": ("AscendC::Sub(frame, frame, moved, a_.dim);", ""),
+    "columns leave the frame of the first 128": ("frame_.Shrink(first, width);", "frame_.Shrink(0, width);"),
+    "a decoded log-sum-exp lacks its frame": (
+        "TakeRowProduct(Number(kFrame));",
+        "TakeRowProduct(Number(kTop));",
+    ),
+    "decoded parts are not brought into a common frame": ("if (frame_.HasMoved(work_))", "if (false)"),
+    "decoded parts are not weighed": ("all.Exponential(other, other);", "all.Set(other, 1.0f);"),
+    "sums of decoded parts are not weighed": ("all.Multiply(sum, sum, other);", ""),
+    "decoded parts of a core share their place": ("StorePart(s.starts);", "StorePart(false);"),
+    "a token sees keys behind its own": ("if (seen < count)", "if (false)"),
+    "sinks are those of the first key head": (
+        "RowMath(r, r + 1).Set(Number(kKeep), sinks_.GetValue(item.head * t_.group + r % t_.group));",
+        "RowMath(r, r + 1).Set(Number(kKeep), sinks_.GetValue(r % t_.group));",
+    ),
+    "rows behind a piece are not filled up": ("if (rest == 0)", "if (true)"),
+    "queries of the first key head are read": (
+        "LoadRows(in, q_[FirstRow(item) * a_.dim + first], count, width, a_.dim);",
+        "LoadRows(in, q_[first], count, width, a_.dim);",
+    ),
 }
 
 
@@ -178,13 +217,15 @@ DECODING = [
     (replace(opposite_blocks(1), largest=True), {"parts": 2}),
     (random_call(1, 2, 1, 130, 500, 128, causal=True, sinks=torch.tensor([1.0, 3.0]), largest=True), {"parts": 3}),
 ]
+# Decoding where a cache is; on this chip all numbers are rounded to nearest.
+CACHES = [each for each in DECODED if each[0].unbiased is None] + [(*mixed_batch(16), 4)]
 LONG = [extreme_means(65504.0), extreme_means(-65504.0)]  # a second each, so they are launched in one way only
 
 
 @pytest.fixture
 def mutated(tmp_path):
     folder = tmp_path / "mutants"
-    mutants = write_mutants(folder, "310p/*.h task.h rows.h", RULES)
+    mutants = write_mutants(folder, "310p/*.h task.h rows.h decode_task.h head_frame.h", RULES)
     source, define = PROGRAMS / "kernels_310p.cpp", ["PASA_CPU_TWIN", "PASA_MUTANTS"]
     return Program(build(source, tmp_path, optimise=FAST, include=[folder], define=define), tmp_path), mutants
 
@@ -194,7 +235,7 @@ def exact_launch(launch, *args, **options):
     result = launch(*args, **options)
     result.report["ok"] &= result.report["ai"]["overflows"] == {}
     for name, values in result.arrays.items():  # bits: what nobody has written is NaN, which equals nothing
-        result.arrays[name] = values.contiguous().view(torch.int16)
+        result.arrays[name] = values.contiguous().flatten().view(torch.int16)
     return result
 
 
@@ -202,6 +243,8 @@ def attempts(program):
     """Return every launch of the kernels on every call."""
     calls = [(x, {}) for x in CALLS] + DECODING
     short, long = (list(launches(program, some)) for some in (calls, [(x, {}) for x in LONG]))
+    short += [partial(exact_launch, launch_decode, program, x, pages, groups=n) for x, pages, n in CACHES]
+    short += [partial(exact_launch, launch_product_probe, program, *sizes) for sizes in ((128, 128, 128), (20, 24, 64))]
     expected = {launch: bits(launch, 0) for launch in short + long}
     assert None not in expected.values()
     ways = [Attempt(partial(each, mode=m, seed=s), expected[each]) for m, s in LAUNCHES for each in short]

@@ -5,6 +5,7 @@ import torch
 
 import pasa
 from pasa.eval import doctor
+from pasa.eval.check_device.npu import probes, probes_310p
 from pasa.ops import envs, registry
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
@@ -109,6 +110,14 @@ def test_an_ascend_310p_is_named_with_what_serves_it(monkeypatch):
         f"cannot run: there is no {envs.ascend_library()}: run `pasa build-ascend` where CANN is installed; "
         "an NPU here would be served by backend 'sdpa'"
     )
+
+
+@pytest.mark.parametrize(("is_310p", "count"), [(False, len(probes.PROBES)), (True, len(probes_310p.PROBES))])
+def test_a_library_says_how_much_no_npu_has_confirmed(monkeypatch, is_310p, count):
+    monkeypatch.setattr(probes_310p.calls, "is_310p", lambda: is_310p)
+    found = doctor.ascend_c() | {"why_not": None, "built_with": {"torch": "2.9.0"}, "differences": {}}
+    ends = f"with torch 2.9.0; `pasa check-device --npu` probes {count} assumptions that no NPU has confirmed"
+    assert doctor.ascend_c_line(found).endswith(ends)
 
 
 def test_the_table_shows_these_lines():

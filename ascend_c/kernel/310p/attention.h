@@ -7,13 +7,6 @@
 
 namespace pasa {
 
-// A score that a row does not see, in nats: below every other, which is above -2^123, and above kNothing.
-constexpr float kHiddenNats = -0x1p124f;
-// 11 ln 2: weights are exp(score - reference), and the reference is this much below the row's largest score. FP32 rounds
-// that distance to its grid, a power of two: to 8 where the grid is 1, 2, 4 or 8 nats, and to 0 where it is coarser. So a
-// weight is at most e^8 = 2981 at any score, and FP16 rounds one to zero only 24.9 nats below the largest.
-constexpr float kBelowLargest = 7.624618986f;
-
 // One query tile of 64 rows at a time, and the key blocks that it visits, one step each. While the vector unit makes the
 // weights of a step, the cube unit forms the scores of the next; P V of a step is added to the output after the softmax of
 // the next. Rows that have not begun have weights of masked scores, which Rescale takes away when they begin.
@@ -25,16 +18,9 @@ public:
     {
         units_.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(arguments.units));
         if (t_.has_mask) mask_.SetGlobalBuffer(reinterpret_cast<__gm__ uint8_t*>(arguments.mask));
-        pipe.InitBuffer(tile_buffer_, kHalfRows * kBlockKeys * sizeof(float));
-        pipe.InitBuffer(work_buffer_, FractalTile::kWork * sizeof(float));
-        pipe.InitBuffer(offset_buffer_, kAnchorRows * kHalfRows * sizeof(float));
-        pipe.InitBuffer(sums_buffer_, kHalfRows * kFractal * sizeof(float));
+        InitTile(kAnchorRows, pipe);
         pipe.InitBuffer(weights_out_, 1, kHalfRows * kBlockKeys * sizeof(half));
         pipe.InitBuffer(mask_in_, 2, kMaskTileBytes);
-        tile_ = tile_buffer_.Get<float>();
-        work_ = work_buffer_.Get<float>();
-        offsets_ = offset_buffer_.Get<float>();
-        sums_ = sums_buffer_.Get<float>();
     }
 
     __aicore__ inline void Run()
@@ -62,13 +48,13 @@ private:
 
     __aicore__ inline void Attend(const Task& task)
     {
-        BeginRows(task);
+        BeginRows(task.lane[0].rows);
         seen_ = 0;
         if (task.steps > 0) {
             if (t_.has_mask) LoadMask(task, 0);
             products_.Begin(task, rows_);
             for (uint32_t j = 0; j < task.steps; ++j) TakeBlock(task, j);
-            AddProduct();
+            AddBlock(products_);
             products_.End();
         }
         if (t_.parts > 1) {
@@ -91,23 +77,12 @@ private:
         products_.FreeScores(scores);
         if (j == 0 || block >= offset_block_ + kAnchorBlocks) LoadOffsets(task, block);
         MoveReference(task, j);
-        MakeWeights(task, j);
-        if (j > 0) AddProduct();
+        StoreWeights(task, j);
+        if (j > 0) AddBlock(products_);
         products_.MakeProduct(task, j);
         if (j > 0) {
             Rescale();
         }
-    }
-
-    // So many numbers from L0C to UB, in fractals.
-    __aicore__ inline void CopyOut(const FloatTile& to, const FloatTile& c, uint32_t numbers)
-    {
-        AscendC::DataCopyParams p;
-        p.blockCount = 1;
-        p.blockLen = numbers / (kFractal * kFractal);
-        AscendC::DataCopyEnhancedParams whole;
-        whole.blockMode = AscendC::BlockMode::BLOCK_MODE_MATRIX;
-        AscendC::DataCopy(to, c, p, whole);
     }
 
     // Products of the anchor rows of a block and of those behind it.
@@ -120,16 +95,6 @@ private:
         CopyOut(offsets_, c, anchor_rows_ * rows_);
         products_.FreeOffsets(c);
     }
-    // Those of one anchor row, in nats.
-    __aicore__ inline void TakeOffsets(const Row& to, uint32_t anchor_row)
-    {
-        const uint32_t lanes = rows_ / kFractal * kFloatBlock;
-        for (uint32_t part = 0; part < kFractal; part += kFloatBlock) {
-            AscendC::Muls(to[part], offsets_[anchor_row * kFractal + part], t_.scale, lanes, 1,
-                          AscendC::UnaryRepeatParams(2, anchor_rows_ * 2, 8, 8));
-        }
-    }
-
     // The tile to nats, and kReference to the row's largest score so far less 11 ln 2. kGap becomes the same as seen from
     // the tile, and kKeep the factor of the output so far.
     __aicore__ inline void MoveReference(const Task& task, uint32_t j)
@@ -143,11 +108,11 @@ private:
         const Row reference = Number(kReference), top = Number(kTop), raised = Number(kRaised);
         seen_ |= now;
         AscendC::PipeBarrier<PIPE_V>();
-        TakeOffsets(Number(kFramed), anchor_row);
+        TakeOffsets(Number(kFramed), anchor_row, anchor_rows_, t_.scale);
         if (block == 0) {  // its frame is its anchor
             all.Set(Number(kOffset), 0.0f);
         } else {
-            TakeOffsets(Number(kOffset), anchor_row + 1);
+            TakeOffsets(Number(kOffset), anchor_row + 1, anchor_rows_, t_.scale);
         }
         tile.Scale(factor, RoundUp(KeysOf(task, block), kFractal));
         AscendC::PipeBarrier<PIPE_V>();
@@ -243,64 +208,28 @@ private:
     }
 
     // Weights, rounded, to the cube unit.
-    __aicore__ inline void MakeWeights(const Task& task, uint32_t j)
+    __aicore__ inline void StoreWeights(const Task& task, uint32_t j)
     {
-        FractalTile tile(tile_, work_, rows_);
-        SpreadRows(spread_, Number(kGap), rows_);
-        AscendC::PipeBarrier<PIPE_V>();
-        tile.Subtract(spread_);
-        AscendC::PipeBarrier<PIPE_V>();
-        tile.Exponential();
-        AscendC::PipeBarrier<PIPE_V>();
         HalfTile weights = weights_out_.AllocTensor<half>();
-        tile.ToHalf(weights);
+        MakeWeights(weights, Number(kGap));
         weights_out_.EnQue(weights);
         weights = weights_out_.DeQue<half>();
         products_.StoreWeights(task, j, weights);
         weights_out_.FreeTensor(weights);
     }
 
-    // O and l of the block before, to those so far. Its scores are no longer needed, and leave their place.
-    __aicore__ inline void AddProduct()
-    {
-        FloatTile product = products_.TakeProduct();
-        CopyOut(sums_, product[rows_ * t_.dim], group_);
-        for (uint32_t d = 0; d < t_.dim; d += kChunk) {
-            const uint32_t numbers = rows_ * Least(kChunk, t_.dim - d);
-            AscendC::PipeBarrier<PIPE_V>();
-            CopyOut(tile_, product[d * rows_], numbers);
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Add(output_[d * rows_], output_[d * rows_], tile_, static_cast<int32_t>(numbers));
-        }
-        products_.FreeProduct(product);
-        // a sum stands in all 16 columns: of eight of them the largest
-        AscendC::ReduceDataBlock<AscendC::ReduceType::MAX>(Number(kScratch), sums_, kFloats, rows_ / kFloatBlock, 1, 2,
-                                                           kFractal);
-        AscendC::PipeBarrier<PIPE_V>();
-        RowMath(0, rows_).Add(Number(kSum), Number(kSum), Number(kScratch));
-    }
-
     // What a part of the keys leaves behind, for CoreMerge.
     __aicore__ inline void StorePart(const Task& task)
     {
         const AscendC::GlobalTensor<float> to = parts_[PartPlace(task)];
-        const AscendC::TEventID made = GetTPipePtr()->FetchEventID(AscendC::HardEvent::V_MTE3);
-        AscendC::SetFlag<AscendC::HardEvent::V_MTE3>(made);
-        AscendC::WaitFlag<AscendC::HardEvent::V_MTE3>(made);
-        AscendC::DataCopy(to, values_, kPartNumbers * kHalfRows);
-        AscendC::DataCopy(to[kPartNumbers * kHalfRows], output_, rows_ * t_.dim);
-        const AscendC::TEventID stored = GetTPipePtr()->FetchEventID(AscendC::HardEvent::MTE3_V);
-        AscendC::SetFlag<AscendC::HardEvent::MTE3_V>(stored);
-        AscendC::WaitFlag<AscendC::HardEvent::MTE3_V>(stored);
+        StoreRows(to, to[kPartNumbers * kHalfRows], kPartNumbers);
     }
 
     Products products_;
     AscendC::GlobalTensor<float> units_;
     AscendC::GlobalTensor<uint8_t> mask_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> tile_buffer_, work_buffer_, offset_buffer_, sums_buffer_;
     AscendC::TQue<AscendC::TPosition::VECIN, 2> mask_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> weights_out_;
-    FloatTile tile_, work_, offsets_, sums_;
     RowBits seen_ = 0;           // rows that have seen a key
     uint32_t offset_block_ = 0;  // the first block whose products are in offsets_
     uint32_t anchor_rows_ = 0;   // whose products are there, a multiple of 16

@@ -39,6 +39,12 @@ struct FractalKeys {
     }
 };
 
+// Of a call on rows and one row that all of them share, a row in a repeat: its 16 columns go to fractals `rows` apart.
+__aicore__ inline AscendC::BinaryRepeatParams ToFractals(uint32_t rows, uint32_t width)
+{
+    return AscendC::BinaryRepeatParams(rows, 1, 1, 1, width / kFractal, 0);
+}
+
 // An FP32 tile (128 columns of so many rows, a multiple of 16) in UB, and numbers of its rows.
 class FractalTile {
 public:

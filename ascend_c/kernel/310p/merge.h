@@ -25,7 +25,7 @@ private:
     __aicore__ inline void Merge(const Task& task)
     {
         RowBits seen = 0;
-        BeginRows(task);
+        BeginRows(task.lane[0].rows);
         for (uint32_t i = 0; i < t_.parts; ++i) {
             Task part = task;
             tasks_.Cut(part, i);

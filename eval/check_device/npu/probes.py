@@ -1,4 +1,4 @@
-"""Probes of what the Ascend C kernels assume of an NPU and no document promises; a deviation is found and named.
+"""Probes of what the Ascend C kernels for Atlas A2 assume and no document promises; a deviation is found and named.
 
 The kernels were written for the CPU twin (`ascend_c/twin`), which makes the same assumptions. Each
 probe compares the device with one of them. `PROBES` is the list of what is unverified until it has
@@ -7,23 +7,18 @@ run on an NPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval.check_device.npu import vendor
+from pasa.eval.check_device.npu import calls, vendor
 from pasa.eval.check_device.npu.capture import captured
 from pasa.eval.check_device.npu.finding import Finding, in_ulps, same_bits
 from pasa.eval.kit.error_metrics import generator
-from pasa.ops.attention.ascend import backend as npu_backend
-from pasa.ops.attention.ascend import on_310p
 
-EXP, LN, DIV, HALF_PRODUCT, INTEGERS, SELECT = range(6)  # VectorProbe of ascend_c/kernel/probes.h
-NUMBERS, COLUMNS = 4096, 64  # of a vector probe, and of one of its repeats
 REFERENCE_WEIGHT = -0.125  # kReferenceWeight of ascend_c/tiling/tiling.h
 ALIGNMENT = 512  # bytes, that parts of the workspace assume of its start
 CORES = {"Ascend910B1": (24, 48), "Ascend910B2": (24, 48), "Ascend910B3": (20, 40), "Ascend910B4": (20, 40)}  # plan.h
@@ -36,52 +31,53 @@ HALF_ULP = 2.0**-10  # of an output near 1, twice its rounding
 
 def compare_exp(device: str) -> Finding:
     """Compare Exp with the correctly rounded exponential."""
-    x = torch.linspace(-103.9, 88.7, NUMBERS)
-    return in_ulps(_vector(EXP, x, x, device), x.double().exp().float())
+    x = torch.linspace(-103.9, 88.7, calls.NUMBERS)
+    return in_ulps(calls.vector(calls.EXP, x, x, device), x.double().exp().float())
 
 
 def compare_ln(device: str) -> Finding:
     """Compare Ln with the correctly rounded logarithm."""
-    x = torch.exp2(torch.linspace(-120, 120, NUMBERS))
-    return in_ulps(_vector(LN, x, x, device), x.double().log().float())
+    x = torch.exp2(torch.linspace(-120, 120, calls.NUMBERS))
+    return in_ulps(calls.vector(calls.LN, x, x, device), x.double().log().float())
 
 
 def compare_div(device: str) -> Finding:
     """Compare Div with the correctly rounded quotient."""
-    x, y = _normal("div", 2, NUMBERS)
-    return in_ulps(_vector(DIV, x, y, device), (x.double() / y.double()).float())
+    x, y = calls.normal("div", 2, calls.NUMBERS)
+    return in_ulps(calls.vector(calls.DIV, x, y, device), (x.double() / y.double()).float())
 
 
 def check_overflow_mode(device: str) -> Finding:
     """Check what FP16 products beyond 65504 give in both modes of CTRL[48]."""
-    x = torch.full((NUMBERS,), 300.0)
-    kept, saturated = (_vector(HALF_PRODUCT, x, -x, device, saturate=each) for each in (False, True))
+    x = torch.full((calls.NUMBERS,), 300.0)
+    kept, saturated = (calls.vector(calls.HALF_PRODUCT, x, -x, device, saturate=each) for each in (False, True))
     gives = f"with infinities {float(kept[0])}, saturating {float(saturated[0])}"
     return Finding(not (bool((kept == -torch.inf).all()) and bool((saturated == -65504).all())), gives)
 
 
 def check_integers(device: str) -> Finding:
     """Check that products and sums of int32 below 2^31 are exact, with operands of stride 0 as well."""
-    draw = partial(torch.randint, size=(NUMBERS,), generator=generator(0, "integers"), dtype=torch.int32)
+    draw = partial(torch.randint, size=(calls.NUMBERS,), generator=generator(0, "integers"), dtype=torch.int32)
     x, y = draw(1, 2**16), draw(1, 2**15)
-    factor = x[: COLUMNS // 8].repeat(NUMBERS // (COLUMNS // 8))  # one block of eight numbers, for all
-    wrong = int((_vector(INTEGERS, x, y, device) != factor * y + y).sum())
-    return Finding(wrong > 0, f"{wrong} of {NUMBERS} results differ")
+    block = calls.COLUMNS // 8  # numbers, which are those of all
+    factor = x[:block].repeat(calls.NUMBERS // block)
+    wrong = int((calls.vector(calls.INTEGERS, x, y, device) != factor * y + y).sum())
+    return Finding(wrong > 0, f"{wrong} of {calls.NUMBERS} results differ")
 
 
 def check_compare_bits(device: str) -> Finding:
     """Check that the bits of Compare stand in the order of the numbers, and that Select keeps every bit it takes."""
-    x, y = _normal("select", 2, NUMBERS)
+    x, y = calls.normal("select", 2, calls.NUMBERS)
     x[::97], y[::89] = torch.inf, -torch.inf
-    return same_bits(_vector(SELECT, x, y, device), torch.where(x <= y, x, y))
+    return same_bits(calls.vector(calls.SELECT, x, y, device), torch.where(x <= y, x, y))
 
 
 def check_compare_nan(device: str) -> Finding:
     """Check that NaN is neither below nor equal to a number, and that Select keeps its bits."""
-    x, y = _normal("select nan", 2, NUMBERS)
+    x, y = calls.normal("select nan", 2, calls.NUMBERS)
     x[::5] = torch.nan
     y[1::5] = torch.nan
-    return same_bits(_vector(SELECT, x, y, device), y.where(~(x <= y), x))
+    return same_bits(calls.vector(calls.SELECT, x, y, device), y.where(~(x <= y), x))
 
 
 # ---- the cube unit
@@ -94,7 +90,7 @@ def compare_sum_order(device: str) -> Finding:
         for x in torch.randn(2, 32, 128, generator=generator(0, "sum order")) * 2.0 ** torch.arange(-6, 2).repeat(16)
     )
     terms = a.float().unsqueeze(1) * b.float().unsqueeze(0)  # exact
-    found, exact = _product(a, b, device)[0], (a.double() @ b.double().mT)
+    found, exact = calls.product(a, b, device)[0], (a.double() @ b.double().mT)
     orders = {name: order(terms) for name, order in ORDERS.items()}
     agreeing = [name for name, sums in orders.items() if torch.equal(sums, found)]
     bound = (a.shape[1] + 2) * 2.0**-24 * terms.double().abs().sum(-1)
@@ -106,22 +102,22 @@ def compare_sum_order(device: str) -> Finding:
 
 def check_tail_rows(device: str) -> Finding:
     """Check that NaN in L1 behind the last row of an operand reaches no product."""
-    a, b = _small_integers("tail", 20, 64), _small_integers("tail too", 24, 64)
-    return same_bits(_product(a, b, device, stale=torch.nan)[0], a.float() @ b.float().mT)
+    a, b = calls.small_integers("tail", 20, 64), calls.small_integers("tail too", 24, 64)
+    return same_bits(calls.product(a, b, device, stale=torch.nan)[0], a.float() @ b.float().mT)
 
 
 def check_half_tile(device: str) -> Finding:
     """Check that a tile stored half by half, with the whole tile's stride, is the tile stored at once."""
-    a, b = _small_integers("half", 128, 64), _small_integers("half too", 128, 64)
-    whole, halves, _ = _product(a, b, device)
+    a, b = calls.small_integers("half", 128, 64), calls.small_integers("half too", 128, 64)
+    whole, halves, _ = calls.product(a, b, device)
     return same_bits(halves, whole)
 
 
 def check_fill(device: str) -> Finding:
     """Check that a constant operand made by Fill multiplies every column."""
-    a, b = _small_integers("fill", 128, 64), _small_integers("fill too", 112, 64)
+    a, b = calls.small_integers("fill", 128, 64), calls.small_integers("fill too", 112, 64)
     expected = a.float() @ b.float().mT + REFERENCE_WEIGHT * a[:, :16].float().sum(1, keepdim=True)
-    return same_bits(_product(a, b, device)[2], expected)
+    return same_bits(calls.product(a, b, device)[2], expected)
 
 
 # ---- the attention kernels
@@ -129,7 +125,7 @@ def check_fill(device: str) -> Finding:
 
 def check_accumulators(device: str) -> Finding:
     """Check tiles that come a second time in FP32, while the products of another tile are made."""
-    q, k, v = _attention_inputs("accumulators", 256, 400)
+    q, k, v = calls.attention_inputs("accumulators", 256, 400)
     q, k = 8 * q, 8 * k
     out = pasa.attention(q.to(device), k.to(device), v.to(device), backend="npu").cpu()
     golden, _ = pasa.golden_attention(q, k, v)
@@ -141,7 +137,7 @@ def check_accumulators(device: str) -> Finding:
 
 def check_repeated_launches(device: str) -> Finding:
     """Check that launches whose cores wait for each other give the same bits every time."""
-    q, k, v = (x.to(device) for x in _attention_inputs("repeated", 300, 600))
+    q, k, v = (x.to(device) for x in calls.attention_inputs("repeated", 300, 600))
     first, *others = (pasa.attention(q * 4, k, v, is_causal=True, backend="npu").cpu() for _ in range(REPEATS))
     different = sum(not torch.equal(first, other) for other in others)
     return Finding(different > 0, f"{different} of {len(others)} launches differ from the first")
@@ -162,7 +158,7 @@ def check_merged_parts(device: str) -> Finding:
 
 def check_unbiased_rounding(device: str) -> Finding:
     """Check the random bits of unbiased rounding: rows of two equal maxima, whose FP32 results are known."""
-    q, k, v = _attention_inputs("unbiased", 70, 130)
+    q, k, v = calls.attention_inputs("unbiased", 70, 130)
     k[:, :, 7] = k[:, :, 3] = 40 * q[:, :1].float().mean(2).sign().half()
     q[:] = k[:, :, 7].sign().unsqueeze(2)
     config = pasa.PasaConfig(softmax="unbiased")
@@ -178,10 +174,15 @@ def check_unbiased_rounding(device: str) -> Finding:
 
 def check_chip(device: str) -> Finding:
     """Compare the chip's name and cores with the table in ascend_c/tiling/plan.h."""
-    found = _operators().npu_probe_chip(torch.device(device).index or 0)
-    name, *cores = found.split()
-    known = next((expected for known, expected in CORES.items() if name.startswith(known)), None)
-    return Finding(known != tuple(map(int, cores)), f"{found}, expected {known}", harmless=known is not None)
+    return compare_cores(CORES, device)
+
+
+def compare_cores(cores: Mapping[str, tuple[int, ...]], device: str) -> Finding:
+    """Compare the chip's name and cores with those of a table; other numbers of a known chip do no harm."""
+    found = calls.operators().chip(torch.device(device).index or 0)
+    name, *numbers = found.split()
+    known = next((expected for known, expected in cores.items() if name.startswith(known)), None)
+    return Finding(known != tuple(map(int, numbers)), f"{found}, expected {known}", harmless=known is not None)
 
 
 def check_alignment(device: str) -> Finding:
@@ -195,7 +196,7 @@ def check_stream_order(device: str) -> Finding:
     """Check that a call sees the results of operators queued just before it, and those behind it see its own."""
     wrong = 0
     for turn in range(REPEATS):
-        q, k, v = (x.to(device) for x in _attention_inputs(f"stream {turn}", 40, 200))
+        q, k, v = (x.to(device) for x in calls.attention_inputs(f"stream {turn}", 40, 200))
         expected = pasa.attention(q + 1, k, v, backend="reference").float().sum(-1).cpu()
         found = pasa.attention((q + 0.5) + 0.5, k, v, backend="npu").float().sum(-1).cpu()
         wrong += not bool(((found - expected).abs() <= 0.5).all())
@@ -204,16 +205,17 @@ def check_stream_order(device: str) -> Finding:
 
 def check_capture(device: str) -> Finding:
     """Check that a captured call is repeated on new inputs, and that none was captured outside of a graph."""
-    q, k, v = (x.to(device) for x in _attention_inputs("capture", 40, 200))
+    q, k, v = (x.to(device) for x in calls.attention_inputs("capture", 40, 200))
     replay, out = captured(partial(pasa.attention, q, k, v, backend="npu"), device)
-    changed = _attention_inputs("captured", 40, 200)[0].to(device)
+    changed = calls.attention_inputs("captured", 40, 200)[0].to(device)
     q.copy_(changed)
     replay()
     expected = pasa.attention(changed, k, v, backend="npu")
     return same_bits(out.cpu(), expected.cpu())
 
 
-PROBES: dict[str, tuple[str, Callable[[str], Finding]]] = {
+Probes = dict[str, tuple[str, Callable[[str], Finding]]]
+PROBES: Probes = {
     "Exp": ("bits of Exp are those of the correctly rounded function", compare_exp),
     "Ln": ("bits of Ln are those of the correctly rounded function", compare_ln),
     "Div": ("bits of Div are those of the correctly rounded quotient", compare_div),
@@ -241,46 +243,7 @@ PROBES: dict[str, tuple[str, Callable[[str], Finding]]] = {
 """Each probe by name: what the kernels assume, and the function that compares the device with it."""
 
 
-# ---- helpers
-
-
-def _operators() -> Any:
-    """Return the operators of the library; NotImplementedError says why there are none."""
-    if (why := npu_backend.library_error()) is not None:
-        raise NotImplementedError(why)
-    if npu_backend.architecture() == on_310p.ARCHITECTURE:
-        raise NotImplementedError("the probes are of the kernels for Atlas A2: none is written for the Ascend 310P")
-    return torch.ops.pasa
-
-
-def _vector(probe: int, x: Tensor, y: Tensor, device: str, saturate: bool = False) -> Tensor:
-    z: Tensor = _operators().npu_probe_vector(x.to(device), y.to(device), probe, saturate)
-    return z.cpu()
-
-
-def _product(a: Tensor, b: Tensor, device: str, stale: float = 0.0) -> Tensor:
-    """Return A B^T: stored at once, stored in halves, and with the constant product added, (3, m, n)."""
-    before = torch.full((128, a.shape[1]), stale).half()
-    c: Tensor = _operators().npu_probe_product(*(x.to(device) for x in (a, b, before)))
-    return c.cpu()[:, : a.shape[0], : b.shape[0]]
-
-
-def _normal(name: str, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator(0, name))
-
-
-def _small_integers(name: str, rows: int, columns: int) -> Tensor:
-    """Return FP16 integers whose products FP32 sums exactly in any order."""
-    return torch.randint(-32, 33, (rows, columns), generator=generator(0, name)).half()
-
-
-def _attention_inputs(name: str, rows: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    source = generator(0, name)
-    q, k, v = (
-        torch.randn(1, heads, length, 64, generator=source).half()
-        for heads, length in ((2, rows), (1, keys), (1, keys))
-    )
-    return q, k, v
+# ---- orders of sums
 
 
 def _in_order(terms: Tensor) -> Tensor:

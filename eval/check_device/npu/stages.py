@@ -20,8 +20,7 @@ import pasa
 from pasa.eval import doctor
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES, RandomCase
 from pasa.eval.check_device import hostile
-from pasa.eval.check_device.npu import speed
-from pasa.eval.check_device.npu.probes import PROBES
+from pasa.eval.check_device.npu import probes_310p, speed
 from pasa.eval.check_device.run import check
 from pasa.eval.kit import output
 from pasa.eval.random_calls.run import run_soak
@@ -115,15 +114,16 @@ def random_calls(device: str, quick: bool) -> dict[str, Check]:
 
 
 def probe(device: str, quick: bool) -> dict[str, Check]:
-    """Compare the device with each assumption that no document promises."""
+    """Compare the device with each assumption that no document promises, of the kernels for its chip."""
+    probes = probes_310p.for_library()
 
     def compare(name: str) -> Record:
-        assumption, find = PROBES[name]
+        assumption, find = probes[name]
         found = find(device)
         verdict = PASSED if not found.deviates else HARMLESS if found.harmless else DEVIATES
         return {"verdict": verdict, "detail": found.detail, "assumption": assumption}
 
-    return {name: partial(compare, name) for name in PROBES}
+    return {name: partial(compare, name) for name in probes}
 
 
 def times(device: str, quick: bool) -> dict[str, Check]:

@@ -46,13 +46,13 @@ def attend(call: Call) -> Results:
     On Atlas A2 the exact recovery reads the lengths of packed sequences on the device, so such a call waits for nothing
     and can be captured in a graph. The published recovery and the 310P pad sequences (`_pad_sequences`).
 
-    On Atlas A2, calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding.
-    Pages that it cannot read are gathered, and so are all pages on a 310P.
+    Calls of a few rows (decoding), and paged calls of the exact recovery, run on the kernel of decoding. Pages that it
+    cannot read are gathered.
     """
     if call.pages is not None:
-        if architecture() == on_310p.ARCHITECTURE or not decode.reads_pages(call):
+        if not decode.reads_pages(call):
             return attend_gathered(attend, call)
-        out, lse = decode.decode_pages(call)
+        out, lse = decode.decode_pages(_decode_kernel(), call)
         return Results(out.to(call.q.dtype), lse)
     if call.cu_q is None or call.cu_k is None:
         call, mask = fold_mask(call, has_table=architecture() != on_310p.ARCHITECTURE)
@@ -83,7 +83,7 @@ def _attend_packed(call: Call, cu_q: Tensor, cu_k: Tensor) -> Results:
     tensors = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     starts = torch.stack([x.to(call.q.device, torch.int32) for x in (cu_q, cu_k)])
     if decode.decodes_packed(call):
-        out, lse = decode.decode_packed(call, *tensors, starts)
+        out, lse = decode.decode_packed(_decode_kernel(), call, *tensors, starts)
         return Results(out.to(call.q.dtype), lse)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
     out, lse, largest, counts = _kernels(call, q, k, v, starts=starts)
@@ -146,8 +146,8 @@ def _kernels(
     bring a bias back.
     """
     is_310p = architecture() == on_310p.ARCHITECTURE
-    if mask is None and starts is None and not is_310p and decode.decodes(call, q, k):
-        out, lse = decode.decode(call, q, k, v, lengths)
+    if mask is None and starts is None and decode.decodes(call, q, k):
+        out, lse = decode.decode(_decode_kernel(), call, q, k, v, lengths)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
@@ -168,6 +168,11 @@ def _kernels(
     out = out[..., :dim].masked_fill(not_finite.unsqueeze(-1), torch.nan)
     largest = largest.masked_fill(not_finite, torch.nan) if call.max_logits else largest
     return out, lse.masked_fill(not_finite, torch.nan), largest, counts
+
+
+def _decode_kernel() -> decode.Kernel:
+    """Return the kernel of decoding for the chip of the library."""
+    return on_310p.decode if architecture() == on_310p.ARCHITECTURE else decode.on_a2
 
 
 def _on_a2(

@@ -1,10 +1,13 @@
-"""Call the Ascend C kernel of decoding: few query rows of many keys, which may lie in the pages of a cache.
+"""Call the Ascend C kernels of decoding: few query rows of many keys, which may lie in the pages of a cache.
 
 The query heads that share a key head are rows of one tile, so keys are read once. Nothing is read back
 from the device, so calls can be captured in a graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,38 @@ from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
 MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
+
+
+class Operands(NamedTuple):
+    """Hold what a kernel of decoding reads.
+
+    Attributes
+    ----------
+    q : Tensor (Hkv, T, G, D), FP16
+        The query heads of each key head, for the tokens of all sequences.
+    k, v : Tensor, FP16
+        (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D) if there is a table, or with starts alone packed
+        (1, Hkv, Tk, D).
+    table : Tensor (B, columns), INT32, optional
+    lengths : Tensor (B,), INT32, optional
+        Keys of each sequence.
+    starts : Tensor (B + 1,) or (2, B + 1), INT32, optional
+        The first token of each sequence, and the end; without a table also the first key, and the end.
+    tokens : int
+        Tokens of a sequence where there are no `starts`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    lengths: Tensor | None
+    starts: Tensor | None
+    tokens: int
+
+
+Kernel = Callable[[Call, Operands], tuple[Tensor, Tensor]]
+"""The kernel of a chip, whose queries are finite; it returns output and LSE."""
 
 
 def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
@@ -31,7 +66,9 @@ def _are_few(tokens: int, group: int) -> bool:
     return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
 
 
-def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+def decode(
+    kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attend to dense FP16 tensors; returns (B, Hq, Sq, D) in FP16, or BF16 for unbiased BF16, and LSE (B, Hq, Sq).
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry.
@@ -40,7 +77,7 @@ def decode(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) 
     kv_heads = k.shape[1]
     grouped = pad_head_dim(q).view(batch, kv_heads, heads // kv_heads, rows, -1).permute(1, 0, 3, 2, 4)
     tokens = grouped.flatten(1, 2) if rows == 1 else grouped.contiguous().flatten(1, 2)
-    out, lse = _launch(call, tokens, _rows(k), _rows(v), None, lengths, None, rows, dim)
+    out, lse = _launch(kernel, call, Operands(tokens, _rows(k), _rows(v), None, lengths, None, rows))
     out = out[..., :dim].unflatten(1, (batch, rows)).permute(1, 0, 3, 2, 4)
     return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
 
@@ -53,7 +90,7 @@ def decodes_packed(call: Call) -> bool:
     return _plain(call) and _are_few(-(-len(call.q) // call.sequences), call.q.shape[1] // call.k.shape[1])
 
 
-def decode_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def decode_packed(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Attend within packed FP16 sequences (T, H, D); returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
 
     `starts` (2, sequences + 1), INT32, holds the cumulative lengths of queries and keys.
@@ -62,7 +99,7 @@ def decode_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -
     dim = q.shape[-1]
     q = pad_head_dim(q)
     rows = q.view(len(q), k.shape[1], -1, q.shape[-1]).transpose(0, 1).contiguous()
-    out, lse = _launch(call, rows, k, v, None, None, starts, 0, dim)
+    out, lse = _launch(kernel, call, Operands(rows, k, v, None, None, starts, 0))
     return _by_token(out[..., :dim], lse, starts[0])
 
 
@@ -101,7 +138,7 @@ def _plain(call: Call) -> bool:
     return call.options.recovery == "exact" and not lacks
 
 
-def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
+def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
     """Attend from q (T, Hq, D) to pages; returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
 
     Raises
@@ -116,45 +153,39 @@ def decode_pages(call: Call) -> tuple[Tensor, Tensor]:
     count, heads, dim = call.q.shape
     rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
     rows = rows if starts is None else rows.contiguous()
-    out, lse = _launch(call, rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1, dim)
+    out, lse = _launch(
+        kernel, call, Operands(rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1)
+    )
     if starts is None:
         return out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
     return _by_token(out, lse, starts)
 
 
-def _launch(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
-    tokens: int,
-    dim: int,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on q (Hkv, T, G, D); rows whose queries are not finite become NaN where they see a key.
-
-    `starts` (B + 1,) holds the cumulative lengths of queries, or (2, B + 1) also those of packed keys.
-    """
-    options = call.options
-    unbiased = options.softmax == "unbiased"
-    rounding = min(dim, COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+def _launch(kernel: Kernel, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; rows whose queries are not finite become NaN where they see a key."""
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
-    not_finite = ~torch.isfinite(q).all(-1)
-    q = q.masked_fill(not_finite.unsqueeze(-1), 0.0)
-    saturate = options.overflow == "saturate"
-    numbers = tokens, call.is_causal, call.scale, saturate, *rounding
-    out, lse = torch.ops.pasa.npu_decode(q, k, v, table, lengths, starts, sinks, *numbers)
-    if sinks is None:
+    not_finite = ~torch.isfinite(x.q).all(-1)
+    out, lse = kernel(call, x._replace(q=x.q.masked_fill(not_finite.unsqueeze(-1), 0.0)))
+    if call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
-        keys = k.shape[2] if table is None else None
-        if starts is not None and table is None:
+        keys = x.k.shape[2] if x.table is None else None
+        starts, lengths = x.starts, x.lengths
+        if starts is not None and x.table is None:
             starts, lengths = starts[0], starts[1].diff()
-        not_finite &= _sees_keys(q.shape[1], tokens, keys, lengths, starts, call.is_causal).to(q.device)[:, None]
+        sees = _sees_keys(x.q.shape[1], x.tokens, keys, lengths, starts, call.is_causal)
+        not_finite &= sees.to(x.q.device)[:, None]
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
+
+
+def on_a2(call: Call, x: Operands) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for Atlas A2, which is a `Kernel`."""
+    unbiased = call.options.softmax == "unbiased"
+    rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    numbers = x.tokens, call.is_causal, call.scale, call.options.overflow == "saturate", *rounding
+    out, lse = torch.ops.pasa.npu_decode(*x[:-1], sinks, *numbers)
+    return out, lse
 
 
 def _sees_keys(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.ascend.decode import Operands
 from pasa.ops.attention.ascend.masks import HALF, find_visits, tile_bits, without_repeats
 from pasa.ops.attention.call import Call
 
@@ -50,7 +51,7 @@ def attend(
     whole = torch.nn.functional.pad(_to_rows(q, token_rows), (0, 0, 0, missing)).contiguous()
     sinks = None
     if call.sinks is not None:
-        bounded = call.sinks.float().clamp(-FARTHEST, FARTHEST).view(1, heads, 1, 1).expand(1, heads, rows, 1)
+        bounded = _bounded(call.sinks).view(1, heads, 1, 1).expand(1, heads, rows, 1)
         sinks = torch.nn.functional.pad(_to_rows(bounded, token_rows)[0, :, :, 0], (0, missing)).contiguous()
     bits, visits = None, None
     if mask is not None:
@@ -61,8 +62,25 @@ def attend(
         whole, keys, values, *references, lengths, sinks, bits, visits, count, k.shape[2], *limits
     )
     lse, largest = (x if x.numel() == 0 else _to_heads(x[:, :, :count, None], token_rows)[..., 0] for x in numbers)
-    lse = lse if sinks is None else lse.masked_fill(lse <= -FARTHEST, -torch.inf)
+    lse = lse if sinks is None else _without_bound(lse)
     return _to_heads(out[:, :, :count], token_rows), lse, largest
+
+
+def decode(call: Call, x: Operands) -> tuple[Tensor, Tensor]:
+    """Launch the kernel that reads a cache where it is, which is a `decode.Kernel`."""
+    sinks = None if call.sinks is None else _bounded(call.sinks).contiguous()
+    out, lse = torch.ops.pasa.npu_310p_decode(*x[:-1], sinks, x.tokens, call.is_causal, call.scale)
+    return out, lse if sinks is None else _without_bound(lse)
+
+
+def _bounded(sinks: Tensor) -> Tensor:
+    """Return sinks as FP32 numbers whose distance to a score is one, too."""
+    return sinks.float().clamp(-FARTHEST, FARTHEST)
+
+
+def _without_bound(lse: Tensor) -> Tensor:
+    """Return log-sum-exps of which those at the lower bound of sinks are -inf."""
+    return lse.masked_fill(lse <= -FARTHEST, -torch.inf)
 
 
 def _to_rows(x: Tensor, token_rows: int) -> Tensor:

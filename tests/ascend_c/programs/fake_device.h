@@ -1,7 +1,7 @@
 // How the launches of the binding run on the CPU twin: a test names a deviation in the environment.
 #pragma once
 
-#include "../../../ascend_c/binding/on_twin.h"
+#include "../../../ascend_c/kernel/port.h"
 
 #include <cstdlib>
 #include <map>
@@ -28,6 +28,16 @@ inline twin::Options FakeDevice()
         {"accumulator", D::accumulator},
         {"scalar_cache", D::scalar_cache},
         {"sync_all", D::sync_all},
+        {"no_saturation", D::no_saturation},
+        {"float_saturation", D::float_saturation},
+        {"float_sums", D::float_sums},
+        {"stored_infinities", D::stored_infinities},
+        {"half_rounding", D::half_rounding},
+        {"subnormal_results", D::subnormal_results},
+        {"subnormal_operands", D::subnormal_operands},
+        {"l0c_fractals", D::l0c_fractals},
+        {"l1_gaps", D::l1_gaps},
+        {"launch_order", D::launch_order},
     };
     twin::Options options;
     const char* name = std::getenv("FAKE_DEVIATION");

@@ -65,49 +65,15 @@ TWIN_CASE(attend)
 // pasa_decode on q (tokens, heads, D) and caches: rows of keys (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D).
 TWIN_CASE(decode)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    const pasa::Shape shape{number("batch"), number("heads"), number("kv_heads"), number("rows"), number("keys"),
-                            number("dim")};
-    pasa::Settings settings;
-    settings.causal = a.number("causal") != 0;
-    settings.saturates = a.text("overflow") == "saturate";
-    settings.has_lengths = a.number("lengths") != 0;
-    settings.has_sinks = a.number("sinks") != 0;
-    settings.unbiased_columns = number("unbiased_columns");
-    settings.to_bf16 = a.number("to_bf16") != 0;
-    settings.scale = real(a, "scale");
-    pasa::DecodeLayout layout;
-    layout.tokens = number("tokens");
-    layout.has_starts = a.number("starts") != 0;
-    layout.pages = number("pages");
-    layout.slots = number("slots");
-    layout.table_columns = number("table_columns");
-    const uint64_t dim = shape.dim;
-    layout.q_head = a.number("grouped") != 0 ? shape.rows * (shape.heads / shape.kv_heads) * dim
-                                             : shape.heads / shape.kv_heads * dim;
-    layout.q_token = a.number("grouped") != 0 ? shape.heads / shape.kv_heads * dim : shape.heads * dim;
-    layout.k = layout.pages > 0
-                   ? pasa::CacheStrides{layout.slots * shape.kv_heads * dim, dim, shape.kv_heads * shape.dim}
-                   : pasa::CacheStrides{shape.keys * shape.kv_heads * dim, shape.keys * dim, shape.dim};
-    layout.v = layout.k;
+    choose_mutant(arguments);
+    DecodeInputs x(arguments);
     pasa::Chip chip = pasa::kChips[2];
-    chip.cube_cores = static_cast<uint32_t>(a.number("groups", 1));
-    const pasa::DecodeTiling tiling = pasa::PlanDecode(shape, layout, settings, chip);
-    auto q = given<half>(a, "q"), k = given<half>(a, "k"), v = given<half>(a, "v");
-    auto table = given<int32_t>(a, "table", layout.pages > 0);
-    auto lengths = given<int32_t>(a, "lengths", settings.has_lengths);
-    auto starts = given<int32_t>(a, "starts", layout.has_starts);
-    auto sinks = given<float>(a, "sinks", settings.has_sinks);
-    const size_t rows = size_t{shape.rows} * shape.heads;
-    std::vector<half> out(rows * shape.dim);
-    std::vector<float> lse(rows);
-    const pasa::DecodePointers pointers{data(q),      data(k),     data(v),   data(table), data(lengths),
-                                        data(starts), data(sinks), data(out), data(lse),   nullptr};
-    twin::Report report = pasa::DecodeOnTwin(pointers, tiling, chip.cube_cores, a.options());
-    a.save("out", out.data(), out.size());
-    a.save("lse", lse.data(), lse.size());
+    chip.cube_cores = static_cast<uint32_t>(arguments.number("groups", 1));
+    const pasa::DecodeTiling tiling = pasa::PlanDecode(x.shape, x.layout, x.settings, chip);
+    std::vector<float> lse(x.rows());
+    twin::Report report =
+        pasa::DecodeOnTwin(x.pointers(lse.data(), nullptr), tiling, chip.cube_cores, arguments.options());
+    x.save(lse);
     return report;
 }
 
@@ -141,33 +107,19 @@ TWIN_CASE(shift)
     return report;
 }
 
-// What `pasa check-device --npu` asks of a vector core, on x and y.
 TWIN_CASE(probe_vector)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    auto x = given<float>(a, "x"), y = given<float>(a, "y");
-    std::vector<float> z(x.size());
-    const pasa::VectorProbePointers pointers{data(x), data(y), data(z)};
-    const uint32_t probe = static_cast<uint32_t>(a.number("probe")), count = static_cast<uint32_t>(x.size());
-    twin::Report report =
-        pasa::ProbeVectorOnTwin(pointers, probe, count, a.text("overflow") == "saturate", a.options());
-    a.save("z", z.data(), z.size());
-    return report;
+    return run_vector_probe(arguments, [&](const auto& pointers, uint32_t probe, uint32_t count) {
+        return pasa::ProbeVectorOnTwin(pointers, probe, count, arguments.text("overflow") == "saturate",
+                                       arguments.options());
+    });
 }
 
-// The same of a cube core, on a (m, k) and b (n, k).
 TWIN_CASE(probe_product)
 {
-    const harness::Arguments& a = arguments;
-    choose_mutant(a);
-    const auto number = [&a](const char* key) { return static_cast<uint32_t>(a.number(key)); };
-    auto left = given<half>(a, "a"), right = given<half>(a, "b"), stale = given<half>(a, "stale");
-    std::vector<float> c(size_t{3} * pasa::kTileRows * pasa::kBlockKeys);
-    const pasa::ProductProbePointers pointers{data(left), data(right), data(stale), data(c)};
-    twin::Report report = pasa::ProbeProductOnTwin(pointers, number("m"), number("n"), number("k"), a.options());
-    a.save("c", c.data(), c.size());
-    return report;
+    return run_product_probe(arguments, [&](const auto& pointers, uint32_t m, uint32_t n, uint32_t k) {
+        return pasa::ProbeProductOnTwin(pointers, m, n, k, arguments.options());
+    });
 }
 
 // UnbiasedRounding on rows of FP32 numbers, in the buffers that attention gives it: what is left to be rounded to nearest.

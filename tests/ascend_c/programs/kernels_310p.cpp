@@ -34,14 +34,30 @@ TWIN_CASE(attend)
     std::vector<half> out(rows * tiling.dim);
     std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
     std::vector<uint8_t> workspace(tiling.workspace_bytes);
-    const pasa::Attention310P pointers{data(q),     data(keys),    data(v),     data(anchors), data(units),
+    const pasa::AttentionPointers pointers{data(q),     data(keys),    data(v),     data(anchors), data(units),
                                        data(lengths), data(sinks), data(mask),  data(visits),  data(out),
-                                       data(lse),   data(largest), data(workspace)};
+                                       data(lse),   data(largest), nullptr,     data(workspace)};
     const twin::Report report =
         pasa::AttendOnTwin(pointers, tiling, static_cast<uint32_t>(a.number("cores", 1)), a.options());
     a.save("out", out.data(), out.size());
     a.save("lse", lse.data(), lse.size());
     if (settings.has_largest) a.save("largest", largest.data(), largest.size());
+    return report;
+}
+
+// Decoding of q (tokens, heads, D) and caches: rows of keys (B, Hkv, Skv, D), or pages (pages, slots, Hkv, D).
+TWIN_CASE(decode)
+{
+    choose_mutant(arguments);
+    DecodeInputs x(arguments);
+    const auto cores = static_cast<uint32_t>(arguments.number("groups", 1));
+    const pasa::DecodeTiling tiling = pasa::PlanDecode310P(x.shape, x.layout, x.settings, cores);
+    std::vector<float> copies(x.rows() * pasa::kUnitCopies), lse(x.rows());
+    std::vector<uint8_t> workspace(tiling.attention.workspace_bytes);
+    twin::Report report =
+        pasa::DecodeOnTwin(x.pointers(copies.data(), workspace.data()), tiling, cores, arguments.options());
+    for (size_t i = 0; i < lse.size(); ++i) lse[i] = copies[i * pasa::kUnitCopies];
+    x.save(lse);
     return report;
 }
 
@@ -60,7 +76,7 @@ TWIN_CASE(shift)
     std::vector<half> keys(numbers), values(numbers), anchors(blocks * 2 * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
     const uint32_t cores = static_cast<uint32_t>(a.number("cores", 3));
-    twin::Report report = pasa::ShiftOnTwin({data(k), data(lengths), data(keys), data(anchors), data(units)}, tiling,
+    twin::Report report = pasa::ShiftOnTwin({data(k), data(lengths), nullptr, data(keys), data(anchors), data(units)}, tiling,
                                             cores, a.options());
     if (report.ok) report = pasa::LayOutOnTwin({data(v), data(lengths), data(values)}, tiling, cores, a.options());
     a.save("keys", keys.data(), keys.size());
@@ -68,6 +84,20 @@ TWIN_CASE(shift)
     a.save("anchors", anchors.data(), anchors.size());
     a.save("units", units.data(), units.size());
     return report;
+}
+
+TWIN_CASE(probe_vector)
+{
+    return run_vector_probe(arguments, [&](const auto& pointers, uint32_t probe, uint32_t count) {
+        return pasa::ProbeVectorOnTwin(pointers, probe, count, arguments.options());
+    });
+}
+
+TWIN_CASE(probe_product)
+{
+    return run_product_probe(arguments, [&](const auto& pointers, uint32_t m, uint32_t n, uint32_t k) {
+        return pasa::ProbeProductOnTwin(pointers, m, n, k, arguments.options());
+    });
 }
 
 // The sentence with which PlanAttention310P refuses a call, as a fault.

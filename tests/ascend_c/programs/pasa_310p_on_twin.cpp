@@ -1,30 +1,34 @@
 // The launches that binding_310p.cpp asks for, on the CPU twin.
 #include "../../../ascend_c/binding/on_twin_310p.h"
-
-#include <stdexcept>
+#include "fake_device.h"
 
 namespace pasa {
 
-static void Require(const twin::Report& report)
+static void RequireNoOverflow(const twin::Report& report)
 {
-    if (!report.ok) throw std::runtime_error(report.json());
+    Require(report);
     const auto& overflows = report.total(twin::CoreKind::ai).overflows;
     if (!overflows.empty()) throw std::runtime_error("a number saturated: " + report.json());
 }
 
-void LaunchShift(const Shift310P& given, const ShiftTiling& tiling, uint32_t cores, void*)
+void LaunchShift(const ShiftPointers& given, const ShiftTiling& tiling, uint32_t cores, void*)
 {
-    Require(ShiftOnTwin(given, tiling, cores));
+    RequireNoOverflow(ShiftOnTwin(given, tiling, cores, FakeDevice()));
 }
 
-void LaunchLayOut(const Layout310P& given, const ShiftTiling& tiling, uint32_t cores, void*)
+void LaunchLayOut(const LayoutPointers& given, const ShiftTiling& tiling, uint32_t cores, void*)
 {
-    Require(LayOutOnTwin(given, tiling, cores));
+    RequireNoOverflow(LayOutOnTwin(given, tiling, cores, FakeDevice()));
 }
 
-void LaunchAttention(const Attention310P& given, const AttentionTiling& tiling, uint32_t cores, void*)
+void LaunchAttention(const AttentionPointers& given, const AttentionTiling& tiling, uint32_t cores, void*)
 {
-    Require(AttendOnTwin(given, tiling, cores));
+    RequireNoOverflow(AttendOnTwin(given, tiling, cores, FakeDevice()));
+}
+
+void LaunchDecode(const DecodePointers& given, const DecodeTiling& tiling, uint32_t cores, void*)
+{
+    RequireNoOverflow(DecodeOnTwin(given, tiling, cores, FakeDevice()));
 }
 
 }  // namespace pasa

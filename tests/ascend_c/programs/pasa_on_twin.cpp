@@ -1,4 +1,5 @@
 // The launches that binding.cpp asks for, on the CPU twin.
+#include "../../../ascend_c/binding/on_twin.h"
 #include "fake_device.h"
 
 namespace pasa {

@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from pasa.eval.npu import run_310p
+from pasa.eval.npu import decoding_310p, run_310p
 
 STORED = json.loads((Path(run_310p.__file__).parent / "results" / "npu_model_310p.json").read_text("utf-8"))
 
 
 def test_stored_counts_are_those_of_the_kernel():
-    works = run_310p.count(lambda *progress: None)
+    works, decoding = run_310p.count(lambda *progress: None)
+    again = "run: pasa bench npu-model-310p --output-dir eval/npu/results"
     assert {str(dim): work for dim, work in works.items()} == {
         str(tile["dim"]): tile["work"] for tile in STORED["tiles"]
-    }, "run: pasa bench npu-model-310p --output-dir eval/npu/results"
+    }, again
+    assert decoding == [
+        {name: each[name] for name in ("dim", "rows", "slots", "work")} for each in STORED["decoding"]
+    ], again
 
 
 def test_times_follow_from_counts_and_rates():
@@ -33,6 +37,28 @@ def test_a_slower_engine_is_the_bound(engine):
     assert tile["bound"] == engine
 
 
+def test_decoding_reads_each_key_once_and_is_bound_by_that():
+    """The bound is memory but for whole tiles of short rows; pages of any size cost the engines nothing."""
+    rates = {name: float(each["value"]) for name, each in STORED["rates"].items()}
+    for block in STORED["decoding"]:
+        assert decoding_310p.reads_keys_once(block)
+        again = decoding_310p.predict(block, rates, run_310p.engine_cycles, [])
+        assert again["ns"] == pytest.approx(block["ns"])
+        assert again["bound"] == block["bound"]
+        assert again["reading"] == pytest.approx(min(1.0, block["ns"]["memory"] / max(block["ns"].values())))
+    alike = [each["ns"] for each in STORED["decoding"] if (each["dim"], each["rows"]) == (128, 7)]
+    assert len(alike) == 3
+    assert all(ns == pytest.approx(alike[0]) for ns in alike)
+
+
+def test_a_slower_vector_unit_bounds_decoding():
+    rates = {name: float(each["value"]) for name, each in STORED["rates"].items()} | {"vector": 0.1}
+    block = next(each for each in STORED["decoding"] if (each["dim"], each["rows"]) == (128, 7))
+    slowed = decoding_310p.predict(block, rates, run_310p.engine_cycles, [])
+    assert (slowed["bound"], slowed["reading"] < 0.5) == ("vector", True)
+
+
 def test_every_table_says_that_it_is_a_model():
     assert STORED["gate"]["passed"]
     assert "not measured" in run_310p.report(STORED)[0]
+    assert "modelled" in run_310p.report(STORED)[2].title

@@ -1,14 +1,13 @@
 """The Ascend C kernels on the CPU twin, for the checks that an NPU runs."""
 
-import dataclasses
 import importlib.util
 import sys
 
 import pytest
 import torch
 
-from pasa.ops import registry
-from pasa.ops.attention.ascend import backend, build_record
+from pasa.ops.attention.ascend import build_record
+from tests.ascend_c.conftest import CHIP_310P, ready
 from tests.ascend_c.twin_build import FAKES, build_library
 
 
@@ -17,17 +16,24 @@ def npu_library(shared_folder):
     return build_library(shared_folder / "twin")
 
 
+@pytest.fixture(scope="session")
+def npu_310p_library(shared_folder):
+    return build_library(shared_folder / "twin_310p", CHIP_310P)
+
+
 @pytest.fixture
 def npu(npu_library, monkeypatch):
     """Let the backend `npu` serve tensors of the CPU, by the library on the twin."""
-    monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(npu_library))
     monkeypatch.setattr(build_record, "installed", dict)
-    backend.library_error.cache_clear()
-    assert backend.library_error() is None
-    record = dataclasses.replace(registry.BACKENDS["npu"], devices=("cpu",), missing=lambda: None)
-    monkeypatch.setitem(registry.BACKENDS, "npu", record)
-    yield
-    backend.library_error.cache_clear()
+    yield from ready(npu_library, monkeypatch)
+
+
+@pytest.fixture
+def npu_310p(npu_310p_library, monkeypatch):
+    """The same by the library for an Ascend 310P, on a machine that has one."""
+    monkeypatch.setattr(build_record, "installed", dict)
+    monkeypatch.setenv("FAKE_SOC", CHIP_310P)
+    yield from ready(npu_310p_library, monkeypatch)
 
 
 @pytest.fixture

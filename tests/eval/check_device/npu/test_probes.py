@@ -1,82 +1,140 @@
 """Each probe finds the device as the twin is, and reports the one thing that a device does otherwise."""
 
-import pytest
+from dataclasses import dataclass, field
 
-from pasa.eval.check_device.npu.probes import PROBES
+import pytest
+import torch
+
+from pasa.eval.check_device.npu import probes, probes_310p
+from pasa.eval.check_device.npu.finding import in_ulps
 
 # The deviation that each probe has to notice: of the twin (tests/ascend_c/programs/fake_device.h) or of torch_npu.
-DEVIATIONS = {
+BOTH = {
     "Exp": "exp",
     "Ln": "ln",
     "Div": "div",
-    "overflow mode": "overflow_mode",
-    "integers": "integers",
     "Compare bits": "compare_bits",
     "Compare NaN": "compare_nan",
     "order of sums": "sum_order",
     "rows behind a tile": "tail_rows",
-    "half a tile": "fixpipe_rows",
     "Fill": "fill",
     "two accumulators": "accumulator",
-    "repeated launches": "scalar_cache",
-    "merged parts": "sync_all",
-    "unbiased rounding": "integers",
     "chip": "chip",
     "alignment": "alignment",
     "stream order": "stream_order",
     "capture": "capture",
-    "vendor's scores": "vendor_scores",
-    "vendor's masks": "vendor_masks",
-    "vendor's log-sum-exp": "vendor_lse",
-}
-HARMLESS = {"Exp", "Ln", "Div", "order of sums", "unbiased rounding"}  # results keep their bounds
-# Where the twin ends the launch, as it does a race.
-FAULTS = {
-    "repeated launches": "DataCacheCleanAndInvalid is missing",
-    "merged parts": '"kind": "(race|uninitialised)", "kernel": "pasa_decode"',
 }
 
 
-@pytest.fixture(autouse=True)
-def cores(monkeypatch):
-    monkeypatch.setenv("FAKE_CORES", "20")
+@dataclass(frozen=True)
+class Chip:
+    """Hold the probes of a chip, the deviation that each has to notice, and what that does.
+
+    A deviation in `harmless` leaves results within their bounds. One in `faults` makes the twin end the launch, as it
+    does a race.
+    """
+
+    cores: str
+    probes: probes.Probes
+    deviations: dict[str, str]
+    harmless: set[str]
+    faults: dict[str, str] = field(default_factory=dict)
 
 
-def test_every_probe_has_a_deviation():
-    assert list(DEVIATIONS) == list(PROBES)
+UNDEFINED = '"kind": "(race|uninitialised)", "kernel": "{}"'
+CHIPS = {
+    "npu": Chip(
+        "20",
+        probes.PROBES,
+        BOTH
+        | {
+            "overflow mode": "overflow_mode",
+            "integers": "integers",
+            "half a tile": "fixpipe_rows",
+            "repeated launches": "scalar_cache",
+            "merged parts": "sync_all",
+            "unbiased rounding": "integers",
+            "vendor's scores": "vendor_scores",
+            "vendor's masks": "vendor_masks",
+            "vendor's log-sum-exp": "vendor_lse",
+        },
+        {"Exp", "Ln", "Div", "order of sums", "unbiased rounding", "chip"},
+        {
+            "repeated launches": "DataCacheCleanAndInvalid is missing",
+            "merged parts": UNDEFINED.format("pasa_decode"),
+        },
+    ),
+    "npu_310p": Chip(
+        "8",
+        probes_310p.PROBES,
+        BOTH
+        | {
+            "saturation": "no_saturation",
+            "FP32 overflow": "float_saturation",
+            "rounding to FP16": "half_rounding",
+            "FP32 sums": "float_sums",
+            "subnormal results": "subnormal_results",
+            "subnormal operands": "subnormal_operands",
+            "L0C to UB": "l0c_fractals",
+            "UB to L1": "l1_gaps",
+            "rows without keys": "stored_infinities",
+            "repeated launches": "launch_order",
+            "merged parts": "launch_order",
+        },
+        {"Exp", "Ln", "Div", "order of sums", "FP32 overflow", "chip"},
+        {
+            "L0C to UB": UNDEFINED.format("probe_product_310p"),
+            "repeated launches": UNDEFINED.format("make_frames"),
+            "merged parts": UNDEFINED.format("merge_decoded_310p"),
+        },
+    ),
+}
+CASES = [(name, probe) for name, chip in CHIPS.items() for probe in chip.probes]
 
 
-@pytest.mark.parametrize("name", PROBES)
-def test_the_twin_is_as_assumed(npu, deviate, name):
+@pytest.fixture
+def chip(request, monkeypatch):
+    """Make the backend `npu` that of a chip, by name."""
+    request.getfixturevalue(request.param)
+    found = CHIPS[request.param]
+    monkeypatch.setenv("FAKE_CORES", found.cores)
+    return found
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_every_probe_has_a_deviation(name):
+    chip = CHIPS[name]
+    assert set(chip.deviations) == set(chip.probes)
+
+
+@pytest.mark.parametrize(("chip", "name"), CASES, indirect=["chip"])
+def test_the_twin_is_as_assumed(chip, deviate, name):
     deviate("")
-    found = PROBES[name][1]("cpu")
+    found = chip.probes[name][1]("cpu")
     assert not found.deviates, found.detail
 
 
-@pytest.mark.parametrize("name", DEVIATIONS)
-def test_a_deviation_is_reported(npu, deviate, monkeypatch, name):
-    deviate(DEVIATIONS[name])
+@pytest.mark.parametrize(("chip", "name"), CASES, indirect=["chip"])
+def test_a_deviation_is_reported(chip, deviate, monkeypatch, name):
+    deviate(chip.deviations[name])
     if name == "chip":
-        monkeypatch.setenv("FAKE_CORES", "18")  # some boards are sold with fewer
-    if name in FAULTS:
-        with pytest.raises(RuntimeError, match=FAULTS[name]):
-            PROBES[name][1]("cpu")
+        monkeypatch.setenv("FAKE_CORES", "6")  # some boards are sold with fewer
+    if name in chip.faults:
+        with pytest.raises(RuntimeError, match=chip.faults[name]):
+            chip.probes[name][1]("cpu")
         return
-    found = PROBES[name][1]("cpu")
+    found = chip.probes[name][1]("cpu")
     assert found.deviates
-    assert found.harmless == (name in HARMLESS | {"chip"}), found.detail
+    assert found.harmless == (name in chip.harmless), found.detail
 
 
-def test_an_order_of_sums_is_named(npu, deviate):
+@pytest.mark.parametrize("chip", CHIPS, indirect=True)
+def test_an_order_of_sums_is_named(chip, deviate):
     deviate("sum_order")
-    assert PROBES["order of sums"][1]("cpu").detail.startswith("the last term first")
+    assert chip.probes["order of sums"][1]("cpu").detail.startswith("the last term first")
 
 
 def test_flushed_results_are_counted_apart():
-    import torch
-
-    from pasa.eval.check_device.npu.finding import in_ulps
-
     expected = torch.tensor([1.0, 2.0**-130, 2.0**-140, -3.0])
     found = in_ulps(torch.tensor([1.0, 0.0, 0.0, -3.0]), expected)
     assert (found.deviates, found.harmless) == (True, True)

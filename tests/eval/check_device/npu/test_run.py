@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from pasa.eval.check_device.npu import archive, run, running, stages
+from pasa.eval.check_device.npu import archive, probes_310p, run, running, stages
 from pasa.eval.check_device.npu.probes import PROBES
 from tests.ascend_c.twin_build import build_environment
 
@@ -134,6 +134,15 @@ def test_times_are_shown_beside_the_model(monkeypatch):
     assert list(table.header) == ["shape", "pasa", "sdpa", "pasa, modelled"]
     assert table.rows[0][:3] == [case.name, "0.200", "0.300"]
     assert " to " in table.rows[0][3]
+
+
+def test_a_310p_gets_the_probes_and_the_calls_of_its_own_kernels(npu_310p, deviate):
+    """Its times stand beside no model, because that is of an Atlas A2."""
+    deviate("")
+    assert list(stages.probe("cpu", True)) == list(probes_310p.PROBES)
+    assert stages.probe("cpu", True)["UB to L1"]()["verdict"] == stages.PASSED
+    assert [check()["verdict"] for check in stages.smoke("cpu", True).values()] == [stages.PASSED] * 2
+    assert stages.speed.predicted(stages.speed.cases(True)[0].name) is None
 
 
 def test_turns_time_what_runs_and_keep_what_does_not_apart():

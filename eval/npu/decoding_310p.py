@@ -1,0 +1,85 @@
+"""Model decoding on an Ascend 310P: which engine bounds a block of keys, and how much of its time reads K and V.
+
+Modelled, not measured. Counts are those of the kernel on the CPU twin, for one tile and a block of 128 keys. K and V
+come from memory, because each key is read once. No column leaves the frame. The launch that merges parts, and what
+a tile costs once, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pasa.eval.kit.tables import Table
+
+Record = dict[str, Any]
+Rates = dict[str, float]
+DIMS, ROWS = (64, 128, 256), (1, 7, 64)  # rows: tokens of a tile with the query heads of a key head
+SLOTS = (0, 16, 128)  # keys of a page; 0: keys lie in a row
+FEW, MANY = 8, 40  # blocks: their difference is free of what a tile costs once
+KEYS, HALF_BYTES = 128, 2
+CASES = [(dim, rows, 0) for dim in DIMS for rows in ROWS] + [(128, 7, slots) for slots in SLOTS[1:]]
+
+
+def count(work: Callable[..., Record]) -> list[Record]:
+    """Return the counters of a block of keys for each case; `work` runs counts_310p.cpp."""
+    records = []
+    for dim, rows, slots in CASES:
+        few, many = (work("decode", dim, blocks, rows, slots) for blocks in (FEW, MANY))
+        block = {name: (many[name] - few.get(name, 0)) / (MANY - FEW) for name in many}
+        records.append({"dim": dim, "rows": rows, "slots": slots, "work": block})
+    return records
+
+
+def reads_keys_once(record: Record) -> bool:
+    """Return whether a block reads the bytes of its keys and values, and no others."""
+    return bool(record["work"]["MTE2"] == kv_bytes(record["dim"]))
+
+
+def kv_bytes(dim: int) -> int:
+    """Return the bytes of the keys and values of a block."""
+    return 2 * KEYS * dim * HALF_BYTES
+
+
+def predict(
+    record: Record, rates: Rates, engine_cycles: Callable[[Record, Rates], Rates], varied: list[Rates]
+) -> Record:
+    """Return the times of a block by engine, the engine that bounds it, and the share of reading K and V.
+
+    `varied` holds other rates, with which the bound may be another one.
+    """
+
+    def cycles(some: Rates) -> Rates:
+        found = engine_cycles(record["work"], some)
+        del found["L2 read"]  # K and V are not there
+        return found | {"memory": record["work"]["MTE2"] / some["memory"]}
+
+    ns = {name: 1e9 * each / rates["clock"] for name, each in cycles(rates).items()}
+    bound = max(ns, key=lambda name: ns[name])
+    bounds = {max(found := cycles(some), key=lambda name: found[name]) for some in varied}
+    reading = 1e9 * kv_bytes(record["dim"]) / rates["memory"] / rates["clock"]
+    return record | {
+        "ns": ns,
+        "bound": bound,
+        "bound_if_one_rate_is_off": sorted(bounds),
+        "reading": reading / ns[bound],
+        "reading_without_overlap": reading / sum(ns.values()),
+    }
+
+
+def table(records: list[Record]) -> Table:
+    """Return the times of a block and the share of reading K and V."""
+    engines = list(records[0]["ns"])
+    rows = [
+        [
+            str(each["dim"]),
+            str(each["rows"]),
+            f"pages of {each['slots']}" if each["slots"] else "in a row",
+            *(f"{each['ns'][name]:.0f}" for name in engines),
+            f"{each['bound']} ({', '.join(each['bound_if_one_rate_is_off'])} if a rate is off by 30 %)",
+            f"{100 * each['reading_without_overlap']:.0f} to {100 * each['reading']:.0f} %",
+        ]
+        for each in records
+    ]
+    heads = ["D", "rows", "keys", *engines, "bound by", "share of reading K and V, without to with overlap"]
+    return Table("Decoding, a tile against 128 keys: modelled nanoseconds of a core by engine", heads, rows)
