@@ -31,7 +31,7 @@ protected:
         wide_in_.FreeTensor(wide);
         AscendC::PipeBarrier<PIPE_V>();
         if (t_.adds_mask) {
-            AddMask(task, tasks_.Block(task, j), rows);
+            AddMask(task, j, rows);
             top.Blocks(score_tile_);
             AscendC::PipeBarrier<PIPE_V>();
         }

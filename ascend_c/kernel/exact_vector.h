@@ -61,6 +61,7 @@ private:
             LoadMask(task, tasks_.Block(task, 0), rows);
             TakeMask(task, tasks_.Block(task, 0), rows);
         }
+        if (t_.mask_ahead && rows > 0) LoadAddedMask(task, 0, rows);
         AscendC::CrossCoreWaitFlag<kGroup>(kProductReady);
         if (rows > 0) MakeGuesses(task, rows);
         AscendC::CrossCoreSetFlag<kGroup, PIPE_MTE3>(kWeightsReady + 1);

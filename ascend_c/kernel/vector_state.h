@@ -168,15 +168,22 @@ protected:
         AscendC::DataCopyPad(to, from, p, AscendC::DataCopyPadExtParams<T>(false, 0, 0, 0));
     }
 
-    // score_tile_, in nats, with the tile's part of a mask added. Nothing is behind the last key, which a maximum may
-    // not find: it becomes kNothing.
+    // The part of a mask of numbers for the tile of step j on its way: a tile ahead if it has a buffer of its own, and
+    // otherwise in the place of FP32 scores, which have to be taken before.
+    __aicore__ inline void LoadAddedMask(const Task& task, uint32_t j, uint32_t rows)
+    {
+        FloatTile bias = AddedMasks().AllocTensor<float>();
+        LoadMaskTile(bias, bias_, task, tasks_.Block(task, j), rows);
+        AddedMasks().EnQue(bias);
+    }
+
+    // score_tile_, in nats, with its part of a mask added. Nothing is behind the last key, which a maximum may not find:
+    // it becomes kNothing.
     __aicore__ inline void AddMask(const Task& task, uint32_t j, uint32_t rows)
     {
-        const uint32_t count = KeysOf(task, j), stride = t_.mask.row_stride == 0 ? 0 : kTileBlocks;
-        FloatTile bias = wide_in_.AllocTensor<float>();
-        LoadMaskTile(bias, bias_, task, j, rows);
-        wide_in_.EnQue(bias);
-        bias = wide_in_.DeQue<float>();
+        const uint32_t count = KeysOf(task, tasks_.Block(task, j)), stride = t_.mask.row_stride == 0 ? 0 : kTileBlocks;
+        if (!t_.mask_ahead) LoadAddedMask(task, j, rows);
+        FloatTile bias = AddedMasks().DeQue<float>();
         for (uint32_t c = 0; c < count; c += kFloats) {
             AscendC::Add(score_tile_[c], score_tile_[c], bias[c], Least(kFloats, count - c), rows,
                          AscendC::BinaryRepeatParams(1, 1, 1, kTileBlocks, kTileBlocks, stride));
@@ -185,7 +192,10 @@ protected:
             HideColumns(score_tile_, count, rows, kNothing);
         }
         AscendC::PipeBarrier<PIPE_V>();
-        wide_in_.FreeTensor(bias);
+        AddedMasks().FreeTensor(bias);
+        if (t_.mask_ahead && j + 1 < task.steps) {
+            LoadAddedMask(task, j + 1, rows);
+        }
     }
 
     // The loaded part of the mask as bits, sixteen rows at a time.
@@ -248,7 +258,7 @@ protected:
     AscendC::GlobalTensor<half> scores_[kLanes], weights_[kLanes], reference_[kLanes];
     AscendC::GlobalTensor<float> wide_[kLanes], product_[kLanes], sums_[kLanes], offsets_[kLanes];
     AscendC::GlobalTensor<int32_t> verdict_[kLanes];
-    AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, offset_in_, sums_in_;
+    AscendC::TQue<AscendC::TPosition::VECIN, 1> narrow_in_, wide_in_, bias_in_, offset_in_, sums_in_;
     AscendC::TQue<AscendC::TPosition::VECOUT, 1> tile_out_, row_out_, reference_out_, verdict_out_;
     AscendC::TBuf<AscendC::TPosition::VECCALC> scores_buffer_, output_buffer_, rows_buffer_, spread_buffer_,
         half_row_buffer_, work_buffer_, mean_work_buffer_, mask_bits_buffer_,
@@ -256,6 +266,11 @@ protected:
     AscendC::LocalTensor<float> values_, score_tile_, spread_, work_, mean_work_;
 
 private:
+    __aicore__ inline AscendC::TQue<AscendC::TPosition::VECIN, 1>& AddedMasks()
+    {
+        return t_.mask_ahead ? bias_in_ : wide_in_;
+    }
+
     static constexpr uint32_t kReduction = RowReduction<AscendC::ReduceType::MAX>::kWork;
 
     __aicore__ inline void InitBuffers(bool exact, AscendC::TPipe& pipe)
@@ -274,6 +289,7 @@ private:
         if (exact) {
             pipe.InitBuffer(offset_in_, 1, 3 * kHalfRows * sizeof(float) + kBlockBytes);
             pipe.InitBuffer(mask_bits_buffer_, kHalfRows * kBlockKeys / 8);
+            if (t_.mask_ahead) pipe.InitBuffer(bias_in_, 1, kHalfRows * kBlockKeys * sizeof(float));
             if (t_.has_counts) pipe.InitBuffer(counts_buffer_, kCountRows * kHalfRows * sizeof(float));
             pipe.InitBuffer(sums_in_, 1, kHalfRows * kFractal * sizeof(float));
             pipe.InitBuffer(reference_out_, 1, kHalfRows * kFractal * sizeof(half));

@@ -100,6 +100,9 @@ constexpr uint64_t UnifiedBytes(uint32_t dim, uint32_t lanes, bool exact)
     return tile * (2 + 4 + 2 + 4) + uint64_t{lanes} * kHalfRows * dim * 4 + numbers;
 }
 
+// A tile of a mask that is added, for which UB has room up to D = 128.
+constexpr uint64_t kAddedMaskBytes = uint64_t{kHalfRows} * kBlockKeys * 4;
+
 // Bytes of L1 that the cube core takes: exact_cube.h, and paper_cube.h, which takes less.
 constexpr uint64_t L1Bytes(uint32_t dim)
 {
@@ -183,9 +186,11 @@ inline AttentionTiling PlanAttention(const Shape& shape, const Settings& setting
     t.lanes = !settings.exact && UnifiedBytes(shape.dim, kLanes, false) <= chip.unified_buffer ? kLanes : 1;
     t.resident = shape.dim <= kChunk;
     const uint64_t counts = settings.has_counts ? kCountRows * kHalfRows * 4 : 0;
-    Require(UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
+    const uint64_t unified = UnifiedBytes(shape.dim, t.lanes, settings.exact) + counts;
+    Require(unified <= chip.unified_buffer && L1Bytes(shape.dim) <= chip.l1,
             "dim=" + std::to_string(shape.dim) + " does not fit into " + chip.name);
     t.adds_mask = settings.adds_mask;
+    t.mask_ahead = settings.adds_mask && unified + kAddedMaskBytes <= chip.unified_buffer;
     t.anchor_rows = AnchorRows(t.windowed || t.has_mask);
     t.saturates = settings.saturates;
     t.has_counts = settings.has_counts;

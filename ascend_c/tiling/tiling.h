@@ -77,6 +77,7 @@ struct AttentionTiling {
     uint32_t left;
     uint32_t has_mask;     // exact: a row sees no key that the mask hides
     uint32_t adds_mask;    // its elements are FP32, added to scores in nats (-inf hides); otherwise bytes (0 hides)
+    uint32_t mask_ahead;   // they are loaded a tile ahead, into a buffer of their own
     uint32_t anchor_rows;  // of a block of keys: 2, or 3 where rows may see their first key in any block
     MaskTiling mask;
     uint32_t saturates;    // the overflow mode: CTRL[48] = 0

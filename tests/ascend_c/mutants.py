@@ -205,6 +205,10 @@ RULES = {
         "",
     ),
     "a mask is not added": (ADDED, ""),
+    "a mask that is loaded ahead is that of the tile before": (
+        "LoadAddedMask(task, j + 1, rows);",
+        "LoadAddedMask(task, j, rows);",
+    ),
     "a row of a mask that all rows share is not repeated": (ADDED, ADDED.replace("stride)", "kTileBlocks)")),
     "a tile to which a mask is added is not kept in FP32": (
         "if (t_.adds_mask || reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit)",
