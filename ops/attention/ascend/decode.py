@@ -122,8 +122,9 @@ def reads_pages(call: Call) -> bool:
 def _is_prefill(call: Call) -> bool:
     """Return whether most sequences of a paged call are about as long as the longest, and that one has many rows.
 
-    The kernel of prefill is then faster, although pages are gathered for it. It pads all sequences to the longest, so a
-    prompt among decoding sequences stays here. Gathering reads lengths on the host, which a captured graph cannot.
+    The kernel of prefill is then faster, although pages are gathered for it. There each token of a decoding sequence
+    takes a tile for every query head, so a prompt among decoding sequences stays here. Gathering reads lengths on the
+    host, which a captured graph cannot.
     """
     if call.pages is None or call.cu_q is None:
         return False
