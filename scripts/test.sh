@@ -33,7 +33,7 @@ types=$!
 # One thread for each of pytest's processes: together they then use the cores once. nproc heeds OMP_NUM_THREADS.
 cores="$(env -u OMP_NUM_THREADS nproc)"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-[[ $ALL ]] && export PASA_ALL_MUTANTS=1
+[[ $ALL ]] && export PASA_ALL_MUTANTS=1 PASA_ALL_BATCHES=1
 # Each takes half of the tests in order, so that models are loaded and programs compiled in one of them, then what is
 # left.
 failed=0

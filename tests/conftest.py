@@ -1,5 +1,6 @@
 """Shared test settings: one torch thread per worker, no network, reproducible hypothesis runs."""
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 settings.register_profile("pasa", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("pasa")
+
+
+def pytest_collection_finish(session):
+    """Exempt modules and collected tests from garbage collection, because all of them stay until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
