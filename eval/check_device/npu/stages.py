@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 import pasa
-from pasa.eval import doctor
 from pasa.eval.accuracy.rmse.cases import PAPER_CASES, RandomCase
 from pasa.eval.check_device import hostile
 from pasa.eval.check_device.npu import probes_310p, speed
 from pasa.eval.check_device.run import check
-from pasa.eval.kit import output
+from pasa.eval.kit import output, overflowing
 from pasa.eval.random_calls.run import run_soak
 from pasa.ops import registry
 from pasa.ops.attention.ascend import backend as npu_backend
@@ -52,7 +51,7 @@ def smoke(device: str, quick: bool) -> dict[str, Check]:
         return judged(why is None, why or "the library loads")
 
     def call() -> Record:
-        checked = doctor.check("npu", device, doctor.check_inputs())
+        checked = overflowing.check("npu", device, overflowing.inputs())
         return judged(checked["passed"], checked["why"] or f"largest error {checked['max_error']:.2e}")
 
     return {"load": load, "calls": call}
