@@ -34,9 +34,9 @@ TWIN_CASE(attend)
     std::vector<half> out(rows * tiling.dim);
     std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
     std::vector<uint8_t> workspace(tiling.workspace_bytes);
-    const pasa::AttentionPointers pointers{data(q),     data(keys),    data(v),     data(anchors), data(units),
-                                       data(lengths), data(sinks), data(mask),  data(visits),  data(out),
-                                       data(lse),   data(largest), nullptr,     data(workspace)};
+    const pasa::AttentionPointers pointers{data(q),       data(keys), data(v),     data(anchors), data(units),
+                                           data(lengths), nullptr,    data(sinks), data(mask),    data(visits),
+                                           data(out),     data(lse),  data(largest), nullptr,     data(workspace)};
     const twin::Report report =
         pasa::AttendOnTwin(pointers, tiling, static_cast<uint32_t>(a.number("cores", 1)), a.options());
     a.save("out", out.data(), out.size());
@@ -76,8 +76,9 @@ TWIN_CASE(shift)
     std::vector<half> keys(numbers), values(numbers), anchors(blocks * 2 * tiling.dim);
     std::vector<float> units(blocks * pasa::kUnitCopies);
     const uint32_t cores = static_cast<uint32_t>(a.number("cores", 3));
-    twin::Report report = pasa::ShiftOnTwin({data(k), data(lengths), nullptr, data(keys), data(anchors), data(units)}, tiling,
-                                            cores, a.options());
+    const pasa::ShiftPointers pointers{data(k),    data(lengths), nullptr,    nullptr,
+                                       data(keys), data(anchors), data(units)};
+    twin::Report report = pasa::ShiftOnTwin(pointers, tiling, cores, a.options());
     if (report.ok) report = pasa::LayOutOnTwin({data(v), data(lengths), data(values)}, tiling, cores, a.options());
     a.save("keys", keys.data(), keys.size());
     a.save("values", values.data(), values.size());
