@@ -257,7 +257,7 @@ def attention_varlen(
         Cumulative lengths from 0 to Tq and Tk. A sequence may be empty. Queries of a sequence without keys give 0 and
         log-sum-exp -inf.
     max_seqlen_q, max_seqlen_k : int
-        Length of the longest sequence, or more; checked against the cumulative lengths.
+        Length of the longest sequence, or more; checked against the cumulative lengths, but not on an NPU.
     is_causal, window, scale, softcap, sinks, return_lse, return_max_logits, config, backend
         As for `attention`; rows and keys are counted within each sequence.
 

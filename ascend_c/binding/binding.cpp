@@ -155,8 +155,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
     Tensor counts = at::empty(counted ? at::IntArrayRef({kCountRows, batch, q.size(1), q.size(2)}) : at::IntArrayRef({0}), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
-    const AttentionPointers given{Pointer(q),     Pointer(keys), Pointer(v),      Pointer(anchors), Pointer(units), Pointer(lengths),
-                                  Pointer(starts), Pointer(sinks), Pointer(mask), Pointer(visits), Pointer(out),     Pointer(lse),   Pointer(largest), Pointer(counts), Pointer(workspace)};
+    const AttentionPointers given{Pointer(q),       Pointer(keys),    Pointer(v),     Pointer(anchors), Pointer(units),
+                                  Pointer(lengths), Pointer(starts),  Pointer(sinks), Pointer(mask),    Pointer(visits),
+                                  Pointer(out),     Pointer(lse),     Pointer(largest), Pointer(counts), Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
     return {out, lse, largest, counts};

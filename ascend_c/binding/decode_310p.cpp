@@ -21,7 +21,8 @@ std::tuple<Tensor, Tensor> Decode(const Tensor& q, const Tensor& k, const Tensor
                                   const OptionalTensor& sinks, int64_t tokens, bool is_causal, double scale)
 {
     const DecodeCall call{q, k, v, table, lengths, starts, sinks, tokens};
-    TORCH_CHECK_VALUE(!call.packed(), "starts come with a table");
+    TORCH_CHECK_VALUE(!call.packed(), "starts come with a table: this chip has no kernel of packed sequences, so pad them "
+                                      "to one length, and pass lengths");
     const Shape shape = ShapeOf(call);
     const uint32_t cores = CoresOf(q);
     const DecodeTiling tiling = PlanDecode310P(shape, LayoutOf(call), SettingsOf(call, is_causal, scale), cores);

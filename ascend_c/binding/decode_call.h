@@ -1,6 +1,8 @@
 // What the operators of decoding share: a call, its checks, and its layout for the tiling.
 #pragma once
 
+#include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "../tiling/decode_plan.h"
@@ -82,8 +84,9 @@ inline void CheckStarts(const DecodeCall& c)
     CheckTensor("starts", *c.starts, c.q, at::kInt, {c.batch() + 1});
     if (!c.starts->device().is_cpu()) return;
     const int32_t* at = c.starts->const_data_ptr<int32_t>();
-    for (int64_t b = 0; b <= c.batch(); ++b) {
-        TORCH_CHECK_VALUE(at[b] >= (b == 0 ? 0 : at[b - 1]) && at[b] <= c.q.size(1), "starts[", b, "]=", at[b],
+    TORCH_CHECK_VALUE(at[0] == 0, "starts[0]=", at[0], " must be 0: the first sequence begins with the first token");
+    for (int64_t b = 1; b <= c.batch(); ++b) {
+        TORCH_CHECK_VALUE(at[b] >= at[b - 1] && at[b] <= c.q.size(1), "starts[", b, "]=", at[b],
                           " does not rise from 0 to at most the ", c.q.size(1), " tokens of q");
     }
 }

@@ -61,6 +61,7 @@ inline AttentionTiling PlanAttention310P(const Shape& shape, const Settings& set
     Require(settings.exact, "an Ascend 310P has no kernel of the published recovery");
     Require(settings.unbiased_columns == 0, "an Ascend 310P has no unbiased rounding: its vector unit does not shift");
     Require(!settings.to_bf16, "an Ascend 310P has no BF16");
+    Require(settings.sequences == 0, "an Ascend 310P has no kernel of packed sequences");
     Require(token_rows > 0 && shape.rows % token_rows == 0, "rows=" + std::to_string(shape.rows) +
                                                                 " are no multiple of token_rows=" +
                                                                 std::to_string(token_rows));

@@ -21,9 +21,14 @@ static twin::Report Attend(uint32_t dim, uint32_t blocks)
     std::vector<half> q(size_t{shape.rows} * dim), keys(numbers), values(numbers), anchors(size_t{2} * blocks * dim);
     std::vector<half> out(q.size());
     std::vector<float> units(size_t{pasa::kUnitCopies} * blocks, 1.0f), lse(shape.rows);
-    const pasa::AttentionPointers given{q.data(), keys.data(), values.data(), anchors.data(), units.data(),
-                                        nullptr,  nullptr,     nullptr,       nullptr,        out.data(),
-                                        lse.data(), nullptr,   nullptr,       nullptr};
+    pasa::AttentionPointers given{};
+    given.q = q.data();
+    given.keys = keys.data();
+    given.v = values.data();
+    given.anchors = anchors.data();
+    given.units = units.data();
+    given.out = out.data();
+    given.lse = lse.data();
     return pasa::AttendOnTwin(given, tiling, 1);
 }
 

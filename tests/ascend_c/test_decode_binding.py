@@ -288,6 +288,7 @@ REFUSED = [
     ({"table": torch.zeros(4, 2, dtype=torch.int32).T}, ValueError, "table is not contiguous"),
     ({"starts": ints(0, 7, 6)}, ValueError, r"starts\[1\]=7 does not rise from 0 to at most the 6 tokens of q"),
     ({"starts": ints(0, 3, 2)}, ValueError, r"starts\[2\]=2 does not rise"),
+    ({"starts": ints(1, 3, 6)}, ValueError, r"starts\[0\]=1 must be 0"),
     ({"starts": ints(0, 6)}, ValueError, r"starts has shape \[2\], expected \[3\]"),
     ({"k": torch.zeros(9, 16, 3, 32).half()}, ValueError, r"k has shape \[9, 16, 3, 32\], expected \[9, 16, 2, 32\]"),
     ({"k": torch.zeros(9, 2, 16, 32).half().mT.contiguous()}, ValueError, "k has shape"),

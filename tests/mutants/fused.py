@@ -29,6 +29,13 @@ FUSED = [
         OF_GUARD + "test_the_query_of_a_row_without_keys_may_be_anything",
     ),
     mutant(
+        "below a mask, a row whose log-sum-exp is -inf counts as a row without keys",
+        GUARD,
+        "tl.where(m_empty, 0, tl.where(b_lse > -INF, broken, 1))",
+        "tl.where(m_empty, 0, broken)",
+        OF_GUARD + "test_below_a_mask_a_row_with_keys_is_not_taken_for_one_without",
+    ),
+    mutant(
         "rows without keys are left to the fused kernel",
         GUARD,
         "tl.where(b_any > 0, 0, 1)",

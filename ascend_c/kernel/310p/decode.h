@@ -1,4 +1,4 @@
-// Decoding on a core of an Ascend 310P: attention that reads the keys of a cache where they are, each once.
+// Decoding on a core of an Ascend 310P: attention that reads the keys of a cache where they are.
 #pragma once
 
 #include "decode_rows.h"

@@ -85,7 +85,7 @@ def decode(
 def decodes_packed(call: Call) -> bool:
     """Return whether the kernel serves a packed call: sequences have few rows, on average.
 
-    The host does not know the longest. A prompt among many short sequences takes a tile for every few tokens.
+    The call does not carry the longest. A prompt among many short sequences takes a tile for every few tokens.
     """
     return _plain(call) and _are_few(-(-len(call.q) // call.sequences), call.q.shape[1] // call.k.shape[1])
 

@@ -34,9 +34,20 @@ TWIN_CASE(attend)
     std::vector<half> out(rows * tiling.dim);
     std::vector<float> lse(rows), largest(settings.has_largest ? rows : 0);
     std::vector<uint8_t> workspace(tiling.workspace_bytes);
-    const pasa::AttentionPointers pointers{data(q),       data(keys), data(v),     data(anchors), data(units),
-                                           data(lengths), nullptr,    data(sinks), data(mask),    data(visits),
-                                           data(out),     data(lse),  data(largest), nullptr,     data(workspace)};
+    pasa::AttentionPointers pointers{};
+    pointers.q = data(q);
+    pointers.keys = data(keys);
+    pointers.v = data(v);
+    pointers.anchors = data(anchors);
+    pointers.units = data(units);
+    pointers.lengths = data(lengths);
+    pointers.sinks = data(sinks);
+    pointers.mask = data(mask);
+    pointers.visits = data(visits);
+    pointers.out = data(out);
+    pointers.lse = data(lse);
+    pointers.largest = data(largest);
+    pointers.workspace = data(workspace);
     const twin::Report report =
         pasa::AttendOnTwin(pointers, tiling, static_cast<uint32_t>(a.number("cores", 1)), a.options());
     a.save("out", out.data(), out.size());

@@ -370,7 +370,7 @@ def finish_kernel(
         broken = tl.where(m_lse, broken, 1)  # also where it is NaN
         if EMPTY:
             m_empty = tl.load(p_empty + o_m * stride_em, mask=o_m < rows, other=0) != 0
-            broken = tl.where(m_empty, 0, broken)
+            broken = tl.where(m_empty, 0, tl.where(b_lse > -INF, broken, 1))
             p_tile = p_out + (o_m * stride_om)[:, None] + o_d[None, :]
             tl.store(p_tile, tl.zeros((BLOCK_M, D_PAD), tl.float16), mask=m_tile & m_empty[:, None])
         if SCANNED:

@@ -29,4 +29,15 @@ NVIDIA_CASES = [
             (89, 256, 32, 32, 4, 3, "bool", True, 0, {}),
         )
     ),
+    *(
+        make_case(
+            short_kernel,
+            f"short_d{dim}_{m}x{n}_crowded",
+            {"MASK": "none", "CAUSAL": False, "DROPPED": 0} | sizes_of(dim, m, n),
+            options={"num_warps": 4, "num_stages": stages, "maxnreg": 128},
+            architectures=[80, 90],
+            stack=2000,
+        )
+        for dim, m, n, stages in ((128, 16, 16, 1), (128, 16, 32, 3), (256, 16, 32, 3))
+    ),
 ]

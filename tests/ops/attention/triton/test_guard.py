@@ -215,6 +215,25 @@ def test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0(shape, dtype, a
     torch.testing.assert_close(lse[~empty], golden_lse[~empty].float(), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_below_a_mask_a_row_with_keys_is_not_taken_for_one_without(dtype):
+    """Story: a kernel that hides an infinite query by a log-sum-exp of -inf was believed; no query is read here."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (9, 30), 16))
+    q[0, 1, 7, 3], k[..., 3] = torch.inf, -1.0
+    keep = torch.rand(9, 30, generator=torch.Generator().manual_seed(0)).to(DEVICE) < 0.5
+    keep[7, 3] = True
+    mask = keep if dtype == torch.bool else q.new_zeros(keep.shape).masked_fill(~keep, -torch.inf)
+
+    def attend(q, k, v, bias, is_causal, scale):
+        out, lse = fused.fused_attention(q, k, v, bias, is_causal, scale)
+        out[0, 1, 7], lse[0, 1, 7] = 0.0, -torch.inf
+        return out, lse
+
+    call = Call(q, k, v, 0.25, mask=mask)
+    out, lse = guard.attend_guarded(call, backend.attend_visible, attend, anchored=False, queries=False)
+    assert out.isnan().all(-1).nonzero().tolist() == [[0, 1, 7]] == lse.isnan().nonzero().tolist()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
 def test_the_query_of_a_row_without_keys_may_be_anything(bad, dtype):
