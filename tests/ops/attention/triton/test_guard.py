@@ -289,7 +289,7 @@ def test_no_kernel_hides_a_query_in_the_log_sum_exp(kernel, bad, limits, dim):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: torch's kernel for CPUs hides such a key")
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "FLASH_ATTENTION"])  # is never called
-@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
+@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300, 4096, 32768])
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
@@ -305,7 +305,7 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU: says what cuDNN does")
-@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300])
+@pytest.mark.parametrize("keys", [1, 2, 3, 16, 40, 64, 129, 300, 4096, 32768])
 @pytest.mark.parametrize("dim", [32, 64, 72, 128, 256])
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "bool"}])
 def test_cudnn_hides_no_query(keys, dim, limits):
