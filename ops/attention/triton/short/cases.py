@@ -8,7 +8,7 @@ NVIDIA_CASES = [
     *(
         make_case(
             short_kernel,
-            f"short_d{dim}_{m}x{n}_{mask}" + "_causal" * causal + "_blocks" * (stages > 1),
+            f"short_d{dim}_{m}x{n}_{mask}" + "_8_warps" * (warps == 8) + "_causal" * causal + "_blocks" * (stages > 1),
             {"MASK": mask, "CAUSAL": causal, "DROPPED": dropped} | sizes_of(dim, m, n) | features,
             options={"num_warps": warps, "num_stages": stages},
             architectures=[before, 90],
@@ -17,6 +17,8 @@ NVIDIA_CASES = [
         for before, dim, m, n, warps, stages, mask, causal, dropped, features in (
             (80, 64, 32, 32, 1, 1, "none", False, 0, {}),
             (89, 64, 64, 64, 4, 1, "none", True, 0, {}),
+            (89, 64, 64, 64, 8, 1, "none", False, 0, {}),
+            (80, 128, 32, 32, 8, 3, "bool", True, 0, {}),
             (89, 128, 16, 16, 1, 1, "bool", False, 13, {}),
             (80, 128, 64, 32, 4, 1, "none", False, 0, {}),
             (80, 256, 16, 16, 4, 1, "float", True, 16, {}),
@@ -27,6 +29,7 @@ NVIDIA_CASES = [
             (80, 72, 16, 32, 4, 3, "bool", False, 0, {"STEP": 8}),
             (89, 128, 64, 32, 4, 3, "float", True, 0, {"WINDOW": True}),
             (89, 256, 32, 32, 4, 3, "bool", True, 0, {}),
+            (80, 256, 32, 32, 8, 3, "none", False, 0, {}),
         )
     ),
     *(

@@ -15,6 +15,7 @@ PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many 
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
+WIDE = 4096  # elements of a tile of Q for which eight warps are faster than four, where every program runs at once
 REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
 
 
@@ -47,6 +48,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     tile = tile_for(pad, rows_of_group, call.keys, many)
     tiles = -(-rows_of_group // tile.block_m)
     crowded = pairs * tiles > 2 * processors(call.q.device) or call.options.batch_invariant
+    warps = tile.warps if crowded or tile.block_m * pad < WIDE else 8
     launch(
         short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
@@ -57,6 +59,6 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
         {"MASK": call.mask_kind, "CAUSAL": call.banded, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m,
          "BLOCK_N": tile.block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
          "MAXIMA": call.max_logits, "STEP": step_of(call.q, call.k, call.v, out)},
-        num_warps=tile.warps, num_stages=tile.stages, **(at_most(REGISTERS, call.q.device) if crowded else {}),
+        num_warps=warps, num_stages=tile.stages, **(at_most(REGISTERS, call.q.device) if crowded else {}),
     )  # fmt: skip
     return out, lse, top
