@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, t
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
 from pasa.ops.attention.sdpa.fused import (
     ALIGNED,
+    Fused,
     call_cudnn,
     cudnn_allowed,
     cudnn_serves,
@@ -110,7 +111,7 @@ def _attend_dense(call: Call, kept: list[Any] | None = None, *, queries: bool = 
     if guard is None:
         out, lse = _attend_checked(call)
     else:
-        out, lse = guard(call, attend_visible, fused_attention, kept, anchored=pay(call), queries=queries)
+        out, lse = guard(call, attend_visible, _fused(call), kept, anchored=pay(call), queries=queries)
     max_logits = _max_logits(call).masked_fill(lse.isnan().any(-1), torch.nan) if call.max_logits else None
     if call.sinks is not None:
         sinks = call.sinks.float()[:, None]
@@ -184,27 +185,32 @@ def _attend_cleaned(call: Call, anchors: Tensor | None) -> tuple[Tensor, Tensor]
     return out.clamp(-FP16_MAX, FP16_MAX).half().masked_fill(elements, torch.nan), lse.masked_fill(rows, torch.nan)
 
 
+def _fused(call: Call) -> Fused:
+    """Return the fused attention for a call."""
+    return partial(fused_attention, repeatable=True) if call.options.batch_invariant else fused_attention
+
+
 def attend_visible(call: Call) -> tuple[Tensor, Tensor]:
     """Attend in as many calls as it takes to show each row its keys; a row without keys gives 0 and -inf."""
-    q, k, v, scale = call.q, call.k, call.v, call.scale
+    q, k, v, scale, fused = call.q, call.k, call.v, call.scale, _fused(call)
     if call.mask is not None:
         visible = call.mask if call.mask.dtype == torch.bool else call.mask != -torch.inf
-        out, lse = fused_attention(q, k, v, call.mask, False, scale)
+        out, lse = fused(q, k, v, call.mask, False, scale)
         empty = visible.any(-1).logical_not_().expand(lse.shape)
         return out.masked_fill_(empty.unsqueeze(-1), 0.0), lse.masked_fill_(empty, -torch.inf)
     rows, keys = q.shape[2], k.shape[2]
     lower, upper = call.band(rows, keys)
     if lower is None and (upper is None or upper >= keys - 1):
-        return fused_attention(q, k, v, None, False, scale)
+        return fused(q, k, v, None, False, scale)
     if lower is None and upper == keys - rows:
-        return _attend_causal(q, k, v, scale)
-    parts = [fused_attention(q[:, :, r], k[:, :, c], v[:, :, c], bias, False, scale) for r, c, bias in _chunks(call)]
+        return _attend_causal(fused, q, k, v, scale)
+    parts = [fused(q[:, :, r], k[:, :, c], v[:, :, c], bias, False, scale) for r, c, bias in _chunks(call)]
     first = max(0, -(keys - 1 if upper is None else upper))
     outs, lses = zip(*parts, strict=True)
     return _below(first, torch.cat(outs, 2), torch.cat(lses, 2))
 
 
-def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_causal(fused: Fused, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend causally, aligned bottom-right; a kernel's own causal band is aligned top-left.
 
     Keys that all rows see come in a call of their own, and its result is merged. Convex combinations stay between
@@ -212,12 +218,12 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
     """
     rows, keys = q.shape[2], k.shape[2]
     if rows > keys:
-        return _below(rows - keys, *fused_attention(q[:, :, rows - keys :], k, v, None, True, scale))
+        return _below(rows - keys, *fused(q[:, :, rows - keys :], k, v, None, True, scale))
     if rows == keys:
-        return fused_attention(q, k, v, None, True, scale)
+        return fused(q, k, v, None, True, scale)
     shared = keys - rows
-    out, lse = fused_attention(q, k[:, :, shared:], v[:, :, shared:], None, True, scale)
-    before, before_lse = fused_attention(q, k[:, :, :shared], v[:, :, :shared], None, False, scale)
+    out, lse = fused(q, k[:, :, shared:], v[:, :, shared:], None, True, scale)
+    before, before_lse = fused(q, k[:, :, :shared], v[:, :, :shared], None, False, scale)
     total = torch.logaddexp(lse, before_lse)
     share, rest = ((x - total).exp().unsqueeze(-1) for x in (lse, before_lse))
     return ((out * share + before * rest) / (share + rest)).half(), total

@@ -66,9 +66,12 @@ def score_format(device: str) -> ScoreFormat:
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, *, repeatable: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the device's fused attention, or by FP32 where its scores may be FP16."""
+    """Attend by the device's fused attention, or by FP32 where its scores may be FP16.
+
+    `repeatable`: not by cuDNN, which may give a single query row other bits when the same call is repeated.
+    """
     device = q.device.type
     listed = score_format(device)
     kind = listed.kind
@@ -76,7 +79,7 @@ def fused_attention(
     if kind == "a" and device == "cpu":
         return _cpu(q, k, v, bias, causal, scale)
     if kind == "a" and device == "cuda":
-        return _cuda(q, k, v, bias, causal, scale)
+        return _cuda(q, k, v, bias, causal, scale, repeatable)
     if kind == "b" and npu.serves(q, bias) and not capturing(q):
         out, lse = npu.npu_attention(q, k, v, bias, causal, scale)
         if bool(out.isfinite().all()):  # no documentation says that scaled scores are FP32; infinite ones leave NaN
@@ -96,7 +99,9 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sca
     return out, lse
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, repeatable: bool
+) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN, or by memory-efficient attention, or in FP32: the first that the settings of torch allow.
 
     Flash attention is left out: at scores of 1e6 nats its outputs leave the range of the values.
@@ -108,7 +113,7 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sc
     dim = q.shape[-1]
     q, k, v = (_aligned_rows(x) for x in (q, k, v))
     bias = None if bias is None else _aligned(bias, k.shape[2]).expand(*q.shape[:3], k.shape[2])
-    if cudnn_serves(q, k, v, bias, causal):
+    if not repeatable and cudnn_serves(q, k, v, bias, causal):
         out, lse = call_cudnn(q, k, v, bias, causal, scale)
         return out[..., :dim], lse
     if q.shape[1] != k.shape[1]:

@@ -376,3 +376,28 @@ def test_a_repeated_call_lays_its_output_out_as_the_first_one(order, monkeypatch
     plans._plans.clear()
     assert outs[0].stride() == outs[1].stride() == outs[2].stride()
     assert max_error(outs[2].cpu(), pasa.golden_attention(q.cpu(), k.cpu(), v.cpu())[0]) <= 4 * HALF_ULP
+
+
+@pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"window": (2, 0)}, {"attn_mask": True}], ids=str)
+def test_a_batch_invariant_call_is_not_left_to_cudnn(limits, monkeypatch):
+    """Story: cuDNN gave a single query row over 343 keys other bits when the same call was repeated (H100)."""
+    asked = []
+
+    def note(q, k, v, bias, causal, scale, *, repeatable=False):
+        asked.append(repeatable)
+        return fused.fused_attention(q, k, v, bias, causal, scale)
+
+    def refuse(*tensors):
+        raise AssertionError("cuDNN was called")
+
+    q, k, v = on_device(*normal_qkv((2, 2), (6, 9), 16, batch=2))
+    if "attn_mask" in limits:
+        limits = {"attn_mask": torch.ones(6, 9, dtype=torch.bool, device=DEVICE).tril(3)}
+    monkeypatch.setattr(backend, "fused_attention", note)
+    monkeypatch.setattr(fused, "cudnn_serves", lambda *tensors: True)
+    monkeypatch.setattr(fused, "call_cudnn", refuse)
+    fused._cuda(q, k, v, None, False, 0.25, True)
+    monkeypatch.setattr(fused, "cudnn_serves", lambda *tensors: False)
+    pasa.attention(q, k, v, **limits, backend="sdpa", config=pasa.PasaConfig(batch_invariant=True))
+    assert asked
+    assert all(asked)
