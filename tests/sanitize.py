@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from triton.experimental import gluon
@@ -22,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from pasa import golden_attention
 from pasa.eval.kit.exits import leave
 from pasa.eval.random_calls import attention, kernels
 from pasa.eval.random_calls.backends import TRITON
@@ -29,7 +32,10 @@ from pasa.eval.random_calls.cases import SEED, Params, broken
 from pasa.eval.random_calls.inputs import make
 from pasa.eval.random_calls.judge import count_faults
 from pasa.eval.random_calls.truth import find_truth
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.sdpa.backend import attend_visible
 from pasa.ops.attention.triton.anchor_launch import shift_exact
+from pasa.ops.attention.triton.guard.launch import attend_guarded
 
 BOUND = 2.0**-5  # coarse: that a call computes the right thing is for `pasa bench soak` to say
 SIZES = ("heads", "groups", "rows", "keys", "dim")
@@ -62,11 +68,11 @@ CALLS: dict[str, tuple[tuple[int, ...], Params]] = {
 def main(names: Sequence[str] = ()) -> int:
     """Run the calls of these names, or all but `control`; return 1 if one is wrong."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    others = {"shift-before": shift_before, "control": control}
+    others = {"shift-before": shift_before, **GUARDED, "control": control}
     if unknown := set(names) - CALLS.keys() - others.keys():
         raise ValueError(f"{', '.join(sorted(unknown))}: choose among {', '.join((*CALLS, *others))}")
     wrong = False
-    for name in names or [*CALLS, "shift-before"]:
+    for name in names or [*CALLS, "shift-before", *GUARDED]:
         bounds = others[name](device) if name in others else run(name, device)
         wrong |= bool(bounds)
         print(f"{name:24} {'WRONG: ' + ', '.join(bounds) if bounds else 'right'}")
@@ -97,6 +103,46 @@ def shift_before(device: torch.device) -> list[str]:
     shifted, anchor = (x.cpu().float() for x in shift_exact(k.to(device), 128))
     left = shifted + anchor.repeat_interleave(128, 2)[:, :, :150] - k.float()
     return ["error"] if float(left.abs().max()) > 0 else []
+
+
+def guarded(device: torch.device, kind: str, anchored: bool) -> list[str]:
+    """Run the kernels that guard a fused attention, here one on the CPU, that loses a row and a row without keys."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 72, generator=g).half() for heads, n in ((4, 90), (2, 700), (2, 700)))
+    mask = None
+    if kind != "none":
+        keep = torch.rand(2, 1, 90, 700, generator=g) < 0.5
+        keep[1, 0, 7] = False
+        mask = keep if kind == "bool" else torch.zeros(keep.shape).half().masked_fill(~keep, -torch.inf)
+    call = Call(q, k + 20.0 * anchored, v, 0.1, mask=mask)
+
+    def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = None if call.mask is None else call.mask.cpu()
+        out, lse = attend_visible(replace(call, q=call.q.cpu(), k=call.k.cpu(), v=call.v.cpu(), mask=mask))
+        out[0, 1, 40] = torch.nan
+        return out.to(device), lse.to(device)
+
+    def fused(q, k, v, bias, is_causal, scale):  # type: ignore[no-untyped-def]
+        return attend(Call(q, k, v, scale, mask=bias))
+
+    there = replace(call, **{x: getattr(call, x).to(device) for x in ("q", "k", "v")})
+    there = replace(there, mask=None if mask is None else mask.to(device))
+    out, lse = attend_guarded(there, attend, fused, anchored=anchored)
+    golden, golden_lse = golden_attention(call.q, call.k, call.v, attn_mask=mask, scale=0.1)
+    wrong = {
+        "error": float((out.cpu() - golden).abs().max()),
+        "lse": float((lse.cpu() - golden_lse).nan_to_num().abs().max()),
+    }
+    return [name for name, error in wrong.items() if not error <= BOUND]
+
+
+GUARDED = {
+    "-".join(["guard", *([] if kind == "none" else [kind]), *["anchored"] * anchored]): partial(
+        guarded, kind=kind, anchored=anchored
+    )
+    for kind in ("none", "bool", "float")
+    for anchored in (False, True)
+}
 
 
 # ---- a kernel that is known to be correct

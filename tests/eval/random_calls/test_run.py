@@ -211,7 +211,10 @@ def test_exact_outputs_are_held_against_fp32_sums(monkeypatch):
     assert seen == [("fp32", "reference")]
 
 
-@pytest.mark.parametrize("name", ["portable-careful", "paper-packed", "decode-lanes", "hopper-shifted", "shift-before"])
+@pytest.mark.parametrize(
+    "name",
+    ["portable-careful", "paper-packed", "decode-lanes", "hopper-shifted", "shift-before", "guard-bool-anchored"],
+)
 def test_calls_for_sanitizers(name):
     assert sanitize.main([name]) == 0
 
