@@ -76,7 +76,7 @@ def config_of(backend=Slot.CUSTOM, **changed):
 
 
 def test_the_record_says_that_the_setting_is_ignored(ascend):
-    """What `install` is for. A version that names another backend for CUSTOM may need no replaced methods."""
+    """`install` replaces methods because of this; a version that names another backend for CUSTOM may not need it."""
     for entry in vllm_ascend_interfaces.recorded():
         assert entry["interface"]["chosen"] == adapter.BACKEND
         assert entry["interface"]["registered"] == "ASCEND"

@@ -139,7 +139,7 @@ def test_the_interface_is_the_recorded_one():
 
 
 def test_without_pasa_the_setting_is_ignored(config):
-    """So nothing less than replacing both methods of the platform selects another backend."""
+    """Both methods of the platform ignore the setting, so pasa has to replace both."""
     assert INTERFACE["chosen"] == THEIR_CHOICE(None, SELECTOR) == adapter.BACKEND
     with pytest.raises((ImportError, ValueError)):
         CUSTOM.get_class()  # "ASCEND" is no class
@@ -234,7 +234,7 @@ def test_a_cache_of_another_dtype_is_refused(current):
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"])
 def test_no_graph_of_a_whole_step_is_captured(current, mode):
-    """By vLLM's own rule for what a builder supports: the graphs are in pieces, or there are none, or an error."""
+    """vLLM's own rule, applied to pasa's builder, leaves graphs in pieces, or none, or raises an error."""
     backend = get_attn_backend(64, torch.float16, "auto")
     graphs = copy.deepcopy(current.compilation_config)
     runner = MagicMock(vllm_config=current, compilation_config=graphs, speculative_config=None)

@@ -309,7 +309,7 @@ def test_no_kernel_hides_a_key(kernel, keys, dim, is_causal):
 @pytest.mark.parametrize("dim", [32, 64, 72, 128, 256])
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"mask": "bool"}])
 def test_cudnn_hides_no_query(keys, dim, limits):
-    """So the guard of cuDNN reads no query: NaN, infinite in a column or in all, with scores that are all -inf."""
+    """cuDNN shows every NaN or infinite query in the output or the log-sum-exp, so its guard need not read queries."""
     for rows, group, bad in itertools.product((1, 2, 33, 200), (1, 4), ("nan", "inf", "one column", "all columns")):
         rows = min(rows, keys) if "is_causal" in limits else rows
         q, k, v = (x.cuda() for x in normal_qkv((4, 4 // group), (rows, keys), dim))
