@@ -43,6 +43,7 @@ Record = dict[str, Any]
 def run_saturating(
     model: Annotated[str, "qwen2, whose scores overflow, or gemma, whose residual stream does."] = "qwen2",
     new_tokens: Annotated[int, "Tokens to generate."] = 64,
+    essay: Annotated[str, "Essay whose first tokens are the prompt."] = ESSAY,
     progress: output.Report = output.silent,
 ) -> Record:
     """Run a whole model as an Ascend 310P would compute it, emulated; exit 1 if pasa's text is not FP32's."""
@@ -50,17 +51,19 @@ def run_saturating(
     if model not in MODELS:
         raise ValueError(f"model={model!r} is not one of {', '.join(MODELS)}")
     require_built_in(model=model == "qwen2", text=True)
+    if essay not in (essays := find_essays()):
+        raise ValueError(f"essay={essay!r} is not one of {', '.join(essays)}")
     SUBJECTS["gemma" if model == "gemma" else "smollm2"].require()
     say = stages(progress, 4)
     say("loading the model")
     subject, tokenizer = SUBJECTS["gemma" if model == "gemma" else "smollm2"].load()
-    ids = tokenizer(output.read_text(find_essays()[ESSAY]), return_tensors="pt").input_ids[:, :PROMPT]
+    ids = tokenizer(output.read_text(essays[essay]), return_tensors="pt").input_ids[:, :PROMPT]
     if model == "qwen2":
         subject, _ = inject_overflow(subject)
     return {
         **compare(subject, ids, new_tokens, say, scales=model == "gemma", tokenizer=tokenizer),
         "model": MODELS[model],
-        "prompt": {"tokens": PROMPT, "new_tokens": new_tokens},
+        "prompt": {"essay": essay, "tokens": PROMPT, "new_tokens": new_tokens},
         "environment": describe(torch.device("cpu"), "transformers"),
     }
 
@@ -139,7 +142,8 @@ def report(result: Record) -> list[Table | str]:
     }
     records = [{"name": name, **run} for name, run in result["runs"].items()]
     prompt, ours = result["prompt"], result["runs"]["fp16_pasa"]
-    title = f"{result['model']}: {prompt['tokens']} prompt tokens, {prompt['new_tokens']} new ones"
+    essay = prompt.get("essay", ESSAY)  # older results lack it
+    title = f"{result['model']}: {prompt['tokens']} tokens of the essay {essay}, {prompt['new_tokens']} new ones"
     return [
         Table.of(title, records, columns),
         f"Emulated on a CPU; no NPU ran it. FP16 results beyond 65504 become 65504, and NaN 0: numbers replaced. Of "
