@@ -73,8 +73,13 @@ def test_the_stored_runs_of_gemma_say_that_its_text_proves_nothing():
         runs = result["runs"]
         assert runs["fp16"]["finite"]
         assert 0 < runs["fp16"]["replaced"] < 100
-        assert (runs["fp16_pasa"]["replaced"], runs["fp16_pasa"]["calls_on_twin"]) == (0, 64)
+        assert (runs["fp16_pasa"]["replaced"], runs["fp16_pasa"]["calls_on_twin"]) == (
+            0,
+            64 + ("divergence" in runs["fp16"]),
+        )
         assert (runs["fp16_pasa"]["equal"] == 64) == result["gate"]["passed"]
+    runs = results[0]["runs"]
+    assert runs["fp16_pasa"]["divergence"] < runs["fp16"]["divergence"] / 100
     assert [result["gate"]["passed"] for result in results] == [True, False]
     assert ("addiction" in run.report(results[1])[0].title, "FAILED" in run.report(results[1])[1]) == (True, True)
 
