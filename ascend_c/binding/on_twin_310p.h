@@ -20,9 +20,9 @@ inline twin::Options On310P(twin::Options options)
     return options;
 }
 
-// K', anchors and units. Rows behind the last key of a sequence are not written.
+// K', anchors and units, and the second launch if `makes_frames`. Rows behind the last key of a sequence are not written.
 inline twin::Report ShiftOnTwin(const ShiftPointers& p, const ShiftTiling& t, uint32_t cores,
-                                const twin::Options& options = {})
+                                const twin::Options& options = {}, bool makes_frames = true)
 {
     const size_t blocks = size_t{t.heads} * t.blocks;
     TwinMemory memory;
@@ -34,7 +34,7 @@ inline twin::Report ShiftOnTwin(const ShiftPointers& p, const ShiftTiling& t, ui
     given.units = memory.Kept<float>("units", p.units, blocks * kUnitCopies);
     const twin::Options there = On310P(options);
     const twin::Report first = memory.Launch("shift_to_fractals", cores, there, [&] { ShiftToFractals(given, t); });
-    if (!first.ok) return first;
+    if (!makes_frames || !first.ok) return first;
     return memory.Launch("make_frames", cores, there, [&] { MakeFrames(given, t); });
 }
 

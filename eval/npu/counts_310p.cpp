@@ -3,10 +3,17 @@
 //
 //     PROGRAM attend DIM BLOCKS
 //     PROGRAM decode DIM BLOCKS ROWS SLOTS
+//
+// What prefill needs before, of the keys and values of a head, a launch each:
+//
+//     PROGRAM shift DIM BLOCKS
+//     PROGRAM frames DIM BLOCKS
+//     PROGRAM lay_out DIM BLOCKS
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <numeric>
+#include <random>
+#include <string>
 
 #include "binding/on_twin_310p.h"
 #include "tiling/plan_310p.h"
@@ -58,13 +65,36 @@ static twin::Report Decode(uint32_t dim, uint32_t blocks, uint32_t rows, uint32_
     return pasa::DecodeOnTwin(given, tiling, 1, {}, false);
 }
 
+// Keys around 4, so every column has an anchor.
+static twin::Report Prepare(const std::string& what, uint32_t dim, uint32_t blocks)
+{
+    const pasa::Shape shape{1, 1, 1, 1, blocks * pasa::kBlockKeys, dim};
+    const pasa::ShiftTiling tiling = pasa::PlanShift(shape, 1.0, true, false, false);
+    const size_t numbers = size_t{shape.keys} * dim;
+    std::vector<half> rows(numbers), fractals(numbers), anchors(size_t{2} * blocks * dim);
+    std::mt19937 source(0);
+    for (half& x : rows) x = static_cast<half>(4.0f + static_cast<float>(source() % 1000) / 1000.0f);
+    if (what == "lay_out") return pasa::LayOutOnTwin({rows.data(), nullptr, fractals.data()}, tiling, 1);
+    std::vector<float> units(size_t{pasa::kUnitCopies} * blocks);
+    const pasa::ShiftPointers given{rows.data(),     nullptr,        nullptr,     nullptr,
+                                    fractals.data(), anchors.data(), units.data()};
+    return pasa::ShiftOnTwin(given, tiling, 1, {}, what == "frames");
+}
+
 int main(int argc, char** argv)
 {
     const auto number = [argv](int i) { return static_cast<uint32_t>(std::atoi(argv[i])); };
-    const bool decodes = argc == 6 && std::strcmp(argv[1], "decode") == 0;
-    if (!decodes && (argc != 4 || std::strcmp(argv[1], "attend") != 0)) return 2;
-    const twin::Report report =
-        decodes ? Decode(number(2), number(3), number(4), number(5)) : Attend(number(2), number(3));
+    const std::string what = argc > 3 ? argv[1] : "";
+    twin::Report report;
+    if (what == "attend" && argc == 4) {
+        report = Attend(number(2), number(3));
+    } else if (what == "decode" && argc == 6) {
+        report = Decode(number(2), number(3), number(4), number(5));
+    } else if ((what == "shift" || what == "frames" || what == "lay_out") && argc == 4) {
+        report = Prepare(what, number(2), number(3));
+    } else {
+        return 2;
+    }
     const twin::Counters counted = report.total(twin::CoreKind::ai);
     std::printf("{\"report\": %s, \"L0C to UB\": %llu}\n", report.json().c_str(),
                 static_cast<unsigned long long>(counted.bytes[twin::index_of(twin::Pipe::V)]));

@@ -1,5 +1,8 @@
 """Model decoding on an Ascend 310P: which engine bounds a block of keys, and how much of its time reads K and V.
 
+Also the choice between decoding and prefill, for which keys and values are laid out anew before: up to how many tiles
+of rows decoding is faster.
+
 Modelled, not measured. Counts are those of the kernel on the CPU twin, for one tile and a block of 128 keys. K and V
 come from memory, because each key is read once. No column leaves the frame. The launch that merges parts, and what
 a tile costs once, are left out.
@@ -18,6 +21,7 @@ DIMS, ROWS = (64, 128, 256), (1, 7, 64)  # rows: tokens of a tile with the query
 SLOTS = (0, 16, 128)  # keys of a page; 0: keys lie in a row
 FEW, MANY = 8, 40  # blocks: their difference is free of what a tile costs once
 KEYS, HALF_BYTES = 128, 2
+PASSES = ("shift", "frames", "lay_out")  # launches before prefill
 CASES = [(dim, rows, 0) for dim in DIMS for rows in ROWS] + [(128, 7, slots) for slots in SLOTS[1:]]
 
 
@@ -83,3 +87,50 @@ def table(records: list[Record]) -> Table:
     ]
     heads = ["D", "rows", "keys", *engines, "bound by", "share of reading K and V, without to with overlap"]
     return Table("Decoding, a tile against 128 keys: modelled nanoseconds of a core by engine", heads, rows)
+
+
+def count_passes(work: Callable[..., Record]) -> list[Record]:
+    """Return the counters of each launch before prefill, for a block of keys; `work` runs counts_310p.cpp."""
+    records = []
+    for dim in DIMS:
+        works = {}
+        for name in PASSES:
+            few, many = (work(name, dim, blocks) for blocks in (FEW, MANY))
+            works[name] = {key: (many[key] - few.get(key, 0)) / (MANY - FEW) for key in many}
+        records.append({"dim": dim, "passes": works})
+    return records
+
+
+def choose(
+    record: Record, prefill: Rates, decoding: Rates, rates: Rates, engine_cycles: Callable[[Record, Rates], Rates]
+) -> Record:
+    """Return the times of the launches before prefill, and the most tiles for which decoding is faster.
+
+    `prefill` and `decoding` are the times of a tile of 64 rows by engine. The first tile finds keys in memory, and
+    further ones find them in L2, so the vector unit bounds both. All cores have work in both: where tiles are no
+    multiple of the cores, some of them idle in prefill, and decoding is faster for more tiles.
+    """
+    passes = {}
+    for name, work in record["passes"].items():
+        memory = max(work["MTE2"], work["MTE3"]) / rates["memory"]
+        passes[name] = 1e9 * max(engine_cycles(work, rates)["vector"], memory) / rates["clock"]
+    longer = decoding["vector"] - prefill["vector"]
+    times = {"ns": passes, "prefill_ns": prefill["vector"], "decoding_ns": decoding["vector"]}
+    return record | times | {"tiles": int(sum(passes.values()) / longer)}
+
+
+def choices(records: list[Record]) -> Table:
+    """Return the times between which the choice of decoding or prefill is made."""
+    rows = [
+        [
+            str(each["dim"]),
+            *(f"{each['ns'][name]:.0f}" for name in PASSES),
+            f"{each['prefill_ns']:.0f}",
+            f"{each['decoding_ns']:.0f}",
+            str(each["tiles"]),
+        ]
+        for each in records
+    ]
+    passes = ["K' and anchors", "frames", "V as fractals"]
+    heads = ["D", *passes, "a tile of prefill", "a tile of decoding", "tiles up to which decoding is faster"]
+    return Table("Decoding or prefill: modelled nanoseconds of a core for 128 keys", heads, rows)

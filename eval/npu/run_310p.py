@@ -38,20 +38,26 @@ def run_model(progress: output.Report = output.silent) -> Record:
     """
     published: Record = json.loads(RATES.read_text(encoding="utf-8"))
     rates = {name: float(each["value"]) for name, each in published["rates"].items()}
-    works, blocks = count(progress)
+    works, blocks, passes = count(progress)
     tiles = [predict(dim, work, rates) | {"work": work} for dim, work in works.items()]
     decoding = [decoding_310p.predict(each, rates, engine_cycles, varied(rates)) for each in blocks]
+    whole = {each["dim"]: each["ns"] for each in decoding if each["rows"] == ROWS}
+    choices = [
+        decoding_310p.choose(each, tile["ns"], whole[each["dim"]], rates, engine_cycles)
+        for each, tile in zip(passes, tiles, strict=True)
+    ]
     products = all(e["work"]["macs"] == ROWS * (KEYS * (2 * e["dim"] + 16) + 2 * e["dim"]) for e in tiles)
     peak = 2e-12 * rates["cube"] * rates["clock"] * rates["cores"]
     checks = {
         "multiplications are two products, the row sums and two anchor rows": products,
         "decoding reads each key and value once": all(map(decoding_310p.reads_keys_once, decoding)),
     }
-    return {"note": NOTE, "gate": gate(checks), "peak_tflops": peak, "tiles": tiles, "decoding": decoding} | published
+    modelled = {"peak_tflops": peak, "tiles": tiles, "decoding": decoding, "choices": choices}
+    return {"note": NOTE, "gate": gate(checks)} | modelled | published
 
 
-def count(progress: output.Report) -> tuple[dict[int, Record], list[Record]]:
-    """Return the counters of one tile (64 queries, 128 keys) by head dimension, and those of decoding."""
+def count(progress: output.Report) -> tuple[dict[int, Record], list[Record], list[Record]]:
+    """Return the counters of a tile (64 queries, 128 keys) by head dimension, of decoding, and of launches before."""
     if not (ASCEND_C.exists() and SOURCE.exists()):
         raise OSError(f"{ASCEND_C} is missing, as it is from an installed package: clone the repository and run there")
     flags = [*FLAGS, *(["-mf16c"] if platform.machine() == "x86_64" else [])]
@@ -66,7 +72,8 @@ def count(progress: output.Report) -> tuple[dict[int, Record], list[Record]]:
             progress(number, len(DIMS), f"D = {dim}")
             few, many = (_work(program, "attend", dim, blocks) for blocks in (FEW, MANY))
             works[dim] = {name: (many[name] - few.get(name, 0)) / (MANY - FEW) for name in many}
-        return works, decoding_310p.count(partial(_work, program))
+        work = partial(_work, program)
+        return works, decoding_310p.count(work), decoding_310p.count_passes(work)
 
 
 def _work(program: str, what: str, *numbers: int) -> Record:
@@ -79,7 +86,7 @@ def _work(program: str, what: str, *numbers: int) -> Record:
         "macs": core["macs"],
         **{pipe: core["bytes"][pipe] for pipe in ("MTE1", "MTE2", "MTE3")},
         "L0C to UB": counted["L0C to UB"],
-        "barriers": core["syncs"]["PipeBarrier<V>"],
+        "barriers": core["syncs"].get("PipeBarrier<V>", 0),
         **{call: each["repeats"] for call, each in core["calls"].items()},
     }
 
@@ -138,6 +145,7 @@ def report(result: Record) -> list[Table | str]:
         NOTE,
         Table("A tile of 64 queries and 128 keys: nanoseconds of a core by engine", heads, rows),
         decoding_310p.table(result["decoding"]),
+        decoding_310p.choices(result["choices"]),
         Table("Rates", ["rate", "value", "source", "inferred"], rates),
         *(f"{name}: {text}." for name, text in result["sources"].items()),
     ]

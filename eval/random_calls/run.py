@@ -78,7 +78,7 @@ def calls_of(backend: str) -> dict[str, Kind]:
     if backend not in (names := [status.name for status in pasa.backends()]):
         raise ValueError(f"backend={backend!r} is not one of {sorted(names)}")
     draws = {"attention": attention.draw, "attention_varlen": attention.draw_packed}
-    if backend == NPU and npu_backend.architecture() != on_310p.ARCHITECTURE:
+    if backend == NPU:
         draws["attention_paged"] = paged.draw_attention
     return {name: replace(API[name], draw=partial(draw, backend=backend)) for name, draw in draws.items()}
 

@@ -92,6 +92,16 @@ def test_a_few_rows_are_decoded_with_unbiased_rounding(launches, heads, rows):
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+@pytest.mark.parametrize(("rows", "dim", "decoded"), [(48, 64, True), (49, 64, False), (64, 80, True), (65, 80, False)])
+@pytest.mark.parametrize("chip", ["310P"], indirect=True)
+def test_more_tiles_of_longer_rows_are_decoded_on_a_310p(launches, rows, dim, decoded):
+    """A tile has 16 tokens of four heads: three tiles up to 64 columns, and four above; see on_310p.most_tiles."""
+    q, k, v = normal_qkv((4, 1), (rows, 100), dim)
+    found, expected = (pasa.attention(q, k, v, backend=name, return_lse=True) for name in ("npu", "reference"))
+    assert launches == [rows] * decoded
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 @on_a2
 def test_many_rows_are_not_decoded(launches):
     q, k, v = normal_qkv((4, 1), (49, 100), 32)  # four tiles
@@ -202,7 +212,7 @@ def test_prompts_and_mixed_batches_are_read_where_they_are(launches, is_causal, 
 
 @pytest.mark.parametrize("longest", [None, 100])
 def test_prompts_of_about_one_length_are_gathered_for_prefill(launches, longest):
-    x = paged(batch=2, lengths=[300, 130], starts=[0, 95, 195])
+    x = paged(batch=2, lengths=[300, 130], starts=[0, 97, 197])
     how = {"is_causal": True, "max_seqlen_q": longest}
     found, expected = (attend_paged(x, name, **how) for name in ("npu", "reference"))
     assert launches == ([0] if longest is None else [])  # without a bound, one sequence might have all tokens

@@ -77,7 +77,9 @@ private:
         products_.FreeScores(scores);
         if (j == 0 || block >= offset_block_ + kAnchorBlocks) LoadOffsets(task, block);
         MoveReference(task, j);
-        StoreWeights(task, j);
+        HalfTile weights = TakeWeights(weights_out_, Number(kGap));
+        products_.StoreWeights(task, j, weights);
+        weights_out_.FreeTensor(weights);
         if (j > 0) AddBlock(products_);
         products_.MakeProduct(task, j);
         if (j > 0) {
@@ -147,12 +149,7 @@ private:
         all.Larger(Number(kGap), Number(kGap), raised);
         all.Add(raised, raised, Number(kOffset));
         AscendC::PipeBarrier<PIPE_V>();
-        all.Larger(raised, raised, reference);
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Subtract(Number(kKeep), reference, raised);
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Exponential(Number(kKeep), Number(kKeep));
-        all.Scale(reference, raised, 1.0f);
+        RaiseReference();
     }
 
     // Scores that a row does not see become kHiddenNats: keys that do not exist, those beside the edges of a causal mask or
@@ -205,17 +202,6 @@ private:
         AscendC::LocalTensor<uint8_t> bits = mask_in_.AllocTensor<uint8_t>();
         AscendC::DataCopy(bits, mask_[at], p);
         mask_in_.EnQue(bits);
-    }
-
-    // Weights, rounded, to the cube unit.
-    __aicore__ inline void StoreWeights(const Task& task, uint32_t j)
-    {
-        HalfTile weights = weights_out_.AllocTensor<half>();
-        MakeWeights(weights, Number(kGap));
-        weights_out_.EnQue(weights);
-        weights = weights_out_.DeQue<half>();
-        products_.StoreWeights(task, j, weights);
-        weights_out_.FreeTensor(weights);
     }
 
     // What a part of the keys leaves behind, for CoreMerge.

@@ -93,9 +93,24 @@ protected:
         }
     }
 
-    // The tile's scores, less a number of each row, to weights that are rounded.
-    __aicore__ inline void MakeWeights(const HalfTile& weights, const Row& reference)
+    // kReference to kRaised where that is larger, and kKeep to the factor of the output so far.
+    __aicore__ inline void RaiseReference()
     {
+        RowMath all(0, rows_);
+        const Row reference = Number(kReference), raised = Number(kRaised);
+        all.Larger(raised, raised, reference);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Subtract(Number(kKeep), reference, raised);
+        AscendC::PipeBarrier<PIPE_V>();
+        all.Exponential(Number(kKeep), Number(kKeep));
+        all.Scale(reference, raised, 1.0f);
+    }
+
+    // The tile's scores, less a number of each row, to weights that are rounded, for MTE3. The caller frees them.
+    template <typename Queue>
+    __aicore__ inline HalfTile TakeWeights(Queue& queue, const Row& reference)
+    {
+        HalfTile weights = queue.template AllocTensor<half>();
         FractalTile tile(tile_, work_, rows_);
         SpreadRows(spread_, reference, rows_);
         AscendC::PipeBarrier<PIPE_V>();
@@ -104,6 +119,8 @@ protected:
         tile.Exponential();
         AscendC::PipeBarrier<PIPE_V>();
         tile.ToHalf(weights);
+        queue.EnQue(weights);
+        return queue.template DeQue<half>();
     }
 
     // O and l of the next block, (D / 16 + 1, rows, 16) in L0C, to those so far. The tile's scores leave their place.

@@ -109,10 +109,7 @@ private:
         CopyOut(tile_, scores, rows_ * RoundUp(KeysOf(s, j), kFractal));
         products_.FreeScores(scores);
         MoveReference(s, j);
-        HalfTile weights = half_out_.AllocTensor<half>();
-        MakeWeights(weights, Number(kReference));
-        half_out_.EnQue(weights);
-        weights = half_out_.DeQue<half>();
+        HalfTile weights = TakeWeights(half_out_, Number(kReference));
         products_.StoreWeights(KeysOf(s, j), weights);
         half_out_.FreeTensor(weights);
         if (j > 0) AddBlock(products_);
@@ -127,8 +124,6 @@ private:
     __aicore__ inline void MoveReference(const Segment& s, uint32_t j)
     {
         FractalTile tile(tile_, work_, rows_);
-        RowMath all(0, rows_);
-        const Row reference = Number(kReference), raised = Number(kRaised);
         AscendC::PipeBarrier<PIPE_V>();
         tile.Scale(a_.scale, RoundUp(KeysOf(s, j), kFractal));
         AscendC::PipeBarrier<PIPE_V>();
@@ -143,14 +138,9 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
         tile.Finish(Number(kTop));
         AscendC::PipeBarrier<PIPE_V>();
-        all.Lower(raised, Number(kTop), kBelowLargest);
+        RowMath(0, rows_).Lower(Number(kRaised), Number(kTop), kBelowLargest);
         AscendC::PipeBarrier<PIPE_V>();
-        all.Larger(raised, raised, reference);
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Subtract(Number(kKeep), reference, raised);
-        AscendC::PipeBarrier<PIPE_V>();
-        all.Exponential(Number(kKeep), Number(kKeep));
-        all.Scale(reference, raised, 1.0f);
+        RaiseReference();
         AscendC::PipeBarrier<PIPE_V>();
     }
 

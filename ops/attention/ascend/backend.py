@@ -50,9 +50,9 @@ def attend(call: Call) -> Results:
     cannot read are gathered.
     """
     if call.pages is not None:
-        if not decode.reads_pages(call):
+        if not decode.reads_pages(_chip(), call):
             return attend_gathered(attend, call)
-        out, lse = decode.decode_pages(_decode_kernel(), call)
+        out, lse = decode.decode_pages(_chip(), call)
         return Results(out.to(call.q.dtype), lse)
     if call.cu_q is None or call.cu_k is None:
         call, mask = fold_mask(call, has_table=architecture() != on_310p.ARCHITECTURE)
@@ -82,8 +82,8 @@ def _attend_packed(call: Call, cu_q: Tensor, cu_k: Tensor) -> Results:
         call.edges()
     tensors = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     starts = torch.stack([x.to(call.q.device, torch.int32) for x in (cu_q, cu_k)])
-    if decode.decodes_packed(call):
-        out, lse = decode.decode_packed(_decode_kernel(), call, *tensors, starts)
+    if decode.decodes_packed(_chip(), call):
+        out, lse = decode.decode_packed(_chip(), call, *tensors, starts)
         return Results(out.to(call.q.dtype), lse)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
     out, lse, largest, counts = _kernels(call, q, k, v, starts=starts)
@@ -146,8 +146,8 @@ def _kernels(
     bring a bias back.
     """
     is_310p = architecture() == on_310p.ARCHITECTURE
-    if mask is None and starts is None and decode.decodes(call, q, k):
-        out, lse = decode.decode(_decode_kernel(), call, q, k, v, lengths)
+    if mask is None and starts is None and decode.decodes(_chip(), call, q, k):
+        out, lse = decode.decode(_chip(), call, q, k, v, lengths)
         return out, lse, lse.new_empty(0), lse.new_empty(0)
     dim = q.shape[-1]
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
@@ -170,9 +170,11 @@ def _kernels(
     return out, lse.masked_fill(not_finite, torch.nan), largest, counts
 
 
-def _decode_kernel() -> decode.Kernel:
-    """Return the kernel of decoding for the chip of the library."""
-    return on_310p.decode if architecture() == on_310p.ARCHITECTURE else decode.on_a2
+def _chip() -> decode.Chip:
+    """Return the kernel of decoding for the chip of the library, and when it is faster."""
+    if architecture() == on_310p.ARCHITECTURE:
+        return decode.Chip(on_310p.decode, on_310p.most_tiles)
+    return decode.Chip(decode.on_a2, decode.most_tiles_on_a2)
 
 
 def _on_a2(

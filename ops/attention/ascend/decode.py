@@ -48,27 +48,32 @@ class Operands(NamedTuple):
     tokens: int
 
 
-Kernel = Callable[[Call, Operands], tuple[Tensor, Tensor]]
-"""The kernel of a chip, whose queries are finite; it returns output and LSE."""
+class Chip(NamedTuple):
+    """Hold the kernel of decoding of a chip, and when it is faster than that of prefill.
 
-
-def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
-    """Return whether the kernel serves dense q (B, Hq, Sq, D) and k (B, Hkv, Skv, D): rows are few."""
-    return _plain(call) and call.mask is None and _are_few(q.shape[2], q.shape[1] // k.shape[1])
-
-
-def _are_few(tokens: int, group: int) -> bool:
-    """Return whether tokens of a sequence are few, for `group` query heads of a key head.
-
-    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
-    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    Attributes
+    ----------
+    kernel : function
+        Launches the kernel, for finite queries; returns output and LSE.
+    most_tiles : function
+        Returns the most tiles of a sequence that are decoded, for `group` query heads of a key head and a head
+        dimension.
     """
-    return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
+
+    kernel: Callable[[Call, Operands], tuple[Tensor, Tensor]]
+    most_tiles: Callable[[int, int], int]
+
+    def takes(self, tokens: int, group: int, dim: int) -> bool:
+        """Return whether `tokens` of a sequence are few, for `group` query heads of a key head."""
+        return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= self.most_tiles(group, dim)
 
 
-def decode(
-    kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def decodes(chip: Chip, call: Call, q: Tensor, k: Tensor) -> bool:
+    """Return whether the kernel serves dense q (B, Hq, Sq, D) and k (B, Hkv, Skv, D): rows are few."""
+    return _plain(call) and call.mask is None and chip.takes(q.shape[2], q.shape[1] // k.shape[1], q.shape[3])
+
+
+def decode(chip: Chip, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attend to dense FP16 tensors; returns (B, Hq, Sq, D) in FP16, or BF16 for unbiased BF16, and LSE (B, Hq, Sq).
 
     `lengths` (B,), INT32, holds the number of keys of each batch entry.
@@ -77,20 +82,21 @@ def decode(
     kv_heads = k.shape[1]
     grouped = pad_head_dim(q).view(batch, kv_heads, heads // kv_heads, rows, -1).permute(1, 0, 3, 2, 4)
     tokens = grouped.flatten(1, 2) if rows == 1 else grouped.contiguous().flatten(1, 2)
-    out, lse = _launch(kernel, call, Operands(tokens, _rows(k), _rows(v), None, lengths, None, rows))
+    out, lse = _launch(chip, call, Operands(tokens, _rows(k), _rows(v), None, lengths, None, rows))
     out = out[..., :dim].unflatten(1, (batch, rows)).permute(1, 0, 3, 2, 4)
     return out.flatten(1, 2), lse.unflatten(1, (batch, rows)).permute(1, 0, 3, 2).flatten(1, 2)
 
 
-def decodes_packed(call: Call) -> bool:
+def decodes_packed(chip: Chip, call: Call) -> bool:
     """Return whether the kernel serves a packed call: sequences have few rows, on average.
 
     The call does not carry the longest. A prompt among many short sequences takes a tile for every few tokens.
     """
-    return _plain(call) and _are_few(-(-len(call.q) // call.sequences), call.q.shape[1] // call.k.shape[1])
+    count, heads, dim = call.q.shape
+    return _plain(call) and chip.takes(-(-count // call.sequences), heads // call.k.shape[1], dim)
 
 
-def decode_packed(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def decode_packed(chip: Chip, call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """Attend within packed FP16 sequences (T, H, D); returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
 
     `starts` (2, sequences + 1), INT32, holds the cumulative lengths of queries and keys.
@@ -99,7 +105,7 @@ def decode_packed(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, s
     dim = q.shape[-1]
     q = pad_head_dim(q)
     rows = q.view(len(q), k.shape[1], -1, q.shape[-1]).transpose(0, 1).contiguous()
-    out, lse = _launch(kernel, call, Operands(rows, k, v, None, None, starts, 0))
+    out, lse = _launch(chip, call, Operands(rows, k, v, None, None, starts, 0))
     return _by_token(out[..., :dim], lse, starts[0])
 
 
@@ -110,16 +116,16 @@ def _by_token(out: Tensor, lse: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]
     return out.masked_fill(behind[:, None, None], 0.0), lse.masked_fill(behind[:, None], -torch.inf)
 
 
-def reads_pages(call: Call) -> bool:
+def reads_pages(chip: Chip, call: Call) -> bool:
     """Return whether the kernel serves a paged call as it is; other calls gather their pages first."""
     fits = call.q.shape[-1] % DIM_STEP == 0 and call.q.shape[1] // call.k.shape[2] <= TILE_ROWS
     there = call.q.numel() > 0 and call.k.numel() > 0
     fp16 = call.k.dtype == torch.float16
     copies = all(_copies(x, x.stride(1)) for x in (call.k, call.v))
-    return _plain(call) and fits and there and fp16 and copies and not _is_prefill(call)
+    return _plain(call) and fits and there and fp16 and copies and not _is_prefill(chip, call)
 
 
-def _is_prefill(call: Call) -> bool:
+def _is_prefill(chip: Chip, call: Call) -> bool:
     """Return whether most sequences of a paged call are about as long as the longest, and that one has many rows.
 
     The kernel of prefill is then faster, although pages are gathered for it. There each token of a decoding sequence
@@ -128,9 +134,10 @@ def _is_prefill(call: Call) -> bool:
     """
     if call.pages is None or call.cu_q is None:
         return False
-    count, group = len(call.q), call.q.shape[1] // call.k.shape[2]
+    count, heads, dim = call.q.shape
     longest = min(count, call.pages.max_seqlen_q or count)
-    return not _are_few(longest, group) and 2 * count > call.sequences * longest and not capturing(call.q)
+    are_few = chip.takes(longest, heads // call.k.shape[2], dim)
+    return not are_few and 2 * count > call.sequences * longest and not capturing(call.q)
 
 
 def _plain(call: Call) -> bool:
@@ -139,7 +146,7 @@ def _plain(call: Call) -> bool:
     return call.options.recovery == "exact" and not lacks
 
 
-def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
+def decode_pages(chip: Chip, call: Call) -> tuple[Tensor, Tensor]:
     """Attend from q (T, Hq, D) to pages; returns (T, Hq, D) as `decode` does, and LSE (T, Hq).
 
     Raises
@@ -155,18 +162,18 @@ def decode_pages(kernel: Kernel, call: Call) -> tuple[Tensor, Tensor]:
     rows = to_fp16(call.q, "q").contiguous().view(count, call.k.shape[2], -1, dim).transpose(0, 1)
     rows = rows if starts is None else rows.contiguous()
     out, lse = _launch(
-        kernel, call, Operands(rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1)
+        chip, call, Operands(rows, call.k, call.v, table, lengths, starts, 0 if starts is not None else 1)
     )
     if starts is None:
         return out.transpose(0, 1).reshape(count, heads, dim), lse.transpose(0, 1).reshape(count, heads)
     return _by_token(out, lse, starts)
 
 
-def _launch(kernel: Kernel, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
+def _launch(chip: Chip, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
     """Launch the kernel; rows whose queries are not finite become NaN where they see a key."""
     # The matrix unit must not receive NaN, so such rows are overwritten at the end.
     not_finite = ~torch.isfinite(x.q).all(-1)
-    out, lse = kernel(call, x._replace(q=x.q.masked_fill(not_finite.unsqueeze(-1), 0.0)))
+    out, lse = chip.kernel(call, x._replace(q=x.q.masked_fill(not_finite.unsqueeze(-1), 0.0)))
     if call.sinks is None:
         not_finite &= ~lse.isneginf()  # a row without keys gives 0 and -inf, or its sink, whatever its query
     else:
@@ -179,8 +186,17 @@ def _launch(kernel: Kernel, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
 
 
+def most_tiles_on_a2(group: int, _: int) -> int:
+    """Return the most tiles of a sequence for which decoding is faster than prefill on Atlas A2.
+
+    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
+    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    """
+    return 2 + group // 3
+
+
 def on_a2(call: Call, x: Operands) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for Atlas A2, which is a `Kernel`."""
+    """Launch the kernel for Atlas A2, as `Chip.kernel` says."""
     unbiased = call.options.softmax == "unbiased"
     rounding = min(call.q.shape[-1], COLUMNS) if unbiased else 0, unbiased and call.q.dtype == torch.bfloat16
     sinks = None if call.sinks is None else call.sinks.float().contiguous()

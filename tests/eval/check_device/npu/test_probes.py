@@ -7,6 +7,7 @@ import torch
 
 from pasa.eval.check_device.npu import probes, probes_310p
 from pasa.eval.check_device.npu.finding import in_ulps
+from pasa.ops.attention.ascend import on_310p
 
 # The deviation that each probe has to notice: of the twin (tests/ascend_c/programs/fake_device.h) or of torch_npu.
 BOTH = {
@@ -126,6 +127,23 @@ def test_a_deviation_is_reported(chip, deviate, monkeypatch, name):
     found = chip.probes[name][1]("cpu")
     assert found.deviates
     assert found.harmless == (name in chip.harmless), found.detail
+
+
+@pytest.mark.parametrize("kernel", ["attend", "decode"])
+def test_rows_without_keys_are_looked_at_in_both_kernels(npu_310p, deviate, monkeypatch, kernel):
+    """Story: the probe of prefill took the kernel of decoding, which serves calls of so few rows."""
+    deviate("")
+    right = getattr(on_310p, kernel)
+
+    def wrong(call, *arguments):
+        out, lse, *rest = right(call, *arguments)
+        return out, lse.masked_fill(lse.isneginf(), torch.finfo(torch.float32).min), *rest
+
+    monkeypatch.setattr(on_310p, kernel, wrong)
+    found = probes_310p.check_rows_without_keys("cpu")
+    expected = {"attend": "decoding: 0 of 160 results differ, prefill: 80", "decode": "decoding: 80 of 160"}
+    assert found.deviates
+    assert found.detail.startswith(expected[kernel])
 
 
 @pytest.mark.parametrize("chip", CHIPS, indirect=True)
