@@ -8,6 +8,8 @@ costs the host about a microsecond, so each tensor attribute is read once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,9 +46,15 @@ def check_attention(
 
 
 def check_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    longest: tuple[int | None, int | None] = (None, None),
+    sinks: Tensor | None = None,
 ) -> None:
-    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), both lists of cumulative lengths, and sinks.
+    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), cumulative lengths, bounds of lengths, and sinks.
 
     Raises
     ------
@@ -67,6 +75,7 @@ def check_varlen(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         entries = f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}"
         raise ValueError(f"{entries}: give each one entry more than there are sequences")
+    _check_longest(longest)
 
 
 def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, backend: str) -> None:
@@ -152,9 +161,7 @@ def check_paged(
             raise ValueError(f"cu_seqlens_q has {entries} entries for {batch} sequences, expected {batch + 1}")
     elif queries[0] != batch:
         raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
-    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if most is not None and most < 1:
-            raise ValueError(f"{name}={most} is not a positive integer: leave it out if it is not known")
+    _check_longest(longest)
 
 
 def check_writes(
@@ -328,6 +335,13 @@ def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
         raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}: {form}")
     if x.device != k_cache.device:
         raise _on_other_device(name, x, "k_cache", k_cache)
+
+
+def _check_longest(longest: Sequence[int | None]) -> None:
+    """Check bounds of the queries and of the keys of a sequence; None is a bound that the caller does not know."""
+    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if most is not None and most < 1:
+            raise ValueError(f"{name}={most} is not a positive integer: leave it out if it is not known")
 
 
 def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:

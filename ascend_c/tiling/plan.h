@@ -125,7 +125,7 @@ inline uint32_t WithinLength(int64_t side)
 // Blocks of keys that an anchor row may belong to.
 constexpr uint32_t AnchorBlocks(uint32_t keys, uint32_t sequences)
 {
-    return sequences > 0 ? PackedPieces(keys, sequences) : DivideUp(keys, kBlockKeys);
+    return sequences > 0 ? PackedPlaces(keys, sequences) : DivideUp(keys, kBlockKeys);
 }
 
 inline void CheckPacked(const Shape& shape, const Settings& settings)

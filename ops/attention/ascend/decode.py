@@ -6,6 +6,7 @@ from the device, so calls can be captured in a graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from pasa.ops.attention.call import NO_WINDOW, Call, capturing, to_fp16
 from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
+PREFILL_ROWS = 128  # kTileRows there
 MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
 
 
@@ -58,12 +60,23 @@ def decodes(call: Call, q: Tensor, k: Tensor) -> bool:
 
 
 def _are_few(tokens: int, group: int) -> bool:
-    """Return whether tokens of a sequence are few, for `group` query heads of a key head.
+    """Return whether tokens of a sequence are few, for `group` query heads of a key head: decoding takes no longer."""
+    return _tiles(tokens, group) <= _tiles_of_prefill(tokens, group)
 
-    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
-    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+
+def _tiles(tokens: int, group: int) -> float:
+    """Return how many tiles decoding makes of a sequence's tokens; infinitely many if a tile cannot hold a token."""
+    return -(-tokens // (TILE_ROWS // group)) if group <= TILE_ROWS else math.inf
+
+
+def _tiles_of_prefill(tokens: int, group: int) -> int:
+    """Return how many tiles of decoding take as long as prefill of a sequence's tokens.
+
+    Each tile of decoding reads the keys, as each tile of a query head does in prefill. By the model (eval/npu), a block
+    of keys takes a tile of decoding 1.4 us, a tile of prefill 0.5 us or more, and the pass that shifts keys for prefill
+    3.3 us.
     """
-    return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= 2 + group // 3
+    return 2 + group * -(-tokens // PREFILL_ROWS) // 3
 
 
 def decode(
@@ -83,11 +96,22 @@ def decode(
 
 
 def decodes_packed(call: Call) -> bool:
-    """Return whether the kernel serves a packed call: sequences have few rows, on average.
+    """Return whether the kernel serves a packed call: it takes no longer than prefill, as far as the host can know.
 
-    The call does not carry the longest. A prompt among many short sequences takes a tile for every few tokens.
+    The host knows the longest sequences and the sums of all lengths. It takes as many sequences as possible to have the
+    most queries and the most keys, and the others to have one query and the keys that are left. A bound that is not
+    given is the sum.
     """
-    return _plain(call) and _are_few(-(-len(call.q) // call.sequences), call.q.shape[1] // call.k.shape[1])
+    count, keys, group = len(call.q), len(call.k), call.q.shape[1] // call.k.shape[1]
+    longest, most_keys = (min(most or n, n) for most, n in zip(call.longest, (count, keys), strict=True))
+    if not _plain(call) or group > TILE_ROWS:
+        return False
+    if _are_few(longest, group):
+        return True
+    long = max(1, (count - call.sequences) // (longest - 1))
+    long_keys = min(keys, long * most_keys)
+    lost = _tiles(longest, group) - _tiles_of_prefill(longest, group)
+    return long_keys * lost <= (keys - long_keys) * (_tiles_of_prefill(1, group) - 1)
 
 
 def decode_packed(kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
