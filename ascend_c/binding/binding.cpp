@@ -44,9 +44,7 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
                       " between rows, expected less than ", most, ": copy it");
     settings.has_mask = true;
     settings.adds_mask = mask.scalar_type() == at::kFloat;
-    CheckTensor("visits", visits, q, at::kLong,
-                {visits.size(0) == 1 ? 1 : rows[0], visits.size(1) == 1 ? 1 : rows[1],
-                 DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys) + 1, kVisitWords});
+    CheckVisits(visits, q, DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys), kVisitWords);
     const auto stride = [&mask](int64_t axis) {
         return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis));
     };

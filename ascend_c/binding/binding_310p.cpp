@@ -70,6 +70,7 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
     const int64_t batches = one_or(0, q.size(0)), heads = one_or(1, q.size(1));
     CheckTensor("mask", mask, q, at::kByte, {batches, heads, one_or(2, tiles), blocks, kMaskTileBytes});
     CheckTensor("visits", visits, q, at::kLong, {batches, heads, tiles, blocks + 1, VisitWords(kHalfRows)});
+    CheckVisits(visits, q, tiles, blocks, VisitWords(kHalfRows));
     const auto stride = [&mask](int64_t axis) {
         return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis));
     };

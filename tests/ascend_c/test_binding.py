@@ -256,6 +256,13 @@ def masked_arguments(**changed):
     return call_arguments(**{"anchors": anchors, "lengths": None, **table} | changed)
 
 
+def visits_of(*entries):
+    """Return a table of one tile for each of two batch entries: how many blocks it visits, and which."""
+    table = torch.full((2, 1, 1, len(entries), 3), -1)
+    table[..., 0] = torch.tensor(entries)
+    return table
+
+
 BOOL = {"dtype": torch.bool}
 MASKS_REFUSED = [
     ({"mask": torch.ones(2, 4, 20, 150).half()}, TypeError, "mask is Half, expected Bool or Float"),
@@ -299,6 +306,13 @@ MASKS_REFUSED = [
         ValueError,
         r"visits has shape \[2, 2, 1, 3, 3\], expected \[2, 4, 1, 3, 3\]",
     ),
+    ({"visits": torch.zeros(2, 1, 1, 2, 3).long()}, ValueError, r"visits has shape .*, expected \[2, 1, 1, 3, 3\]"),
+    ({"visits": torch.tensor(0)}, ValueError, "visits has 0 dimensions"),
+    ({"visits": visits_of(3, 0, 1)}, ValueError, "visits says that a tile visits 3 of 2 blocks of keys"),
+    ({"visits": visits_of(-1, 0, 1)}, ValueError, "visits says that a tile visits -1 of 2 blocks"),
+    ({"visits": visits_of(1, 2, 0)}, ValueError, "visits has block 2 behind block -1 of 2 blocks of keys: they rise"),
+    ({"visits": visits_of(1, -1, 0)}, ValueError, "visits has block -1 behind block -1"),
+    ({"visits": visits_of(2, 1, 1)}, ValueError, "visits has block 1 behind block 1"),
     ({"anchors": torch.zeros(2, 2, 4, 32).half()}, ValueError, r"anchors has shape .* expected \[2, 2, 6, 32\]"),
     ({"is_causal": True}, ValueError, "a mask comes alone"),
     ({"left": 3}, ValueError, "a mask comes alone"),
@@ -319,6 +333,7 @@ REFUSED = [
     ({"q": torch.zeros(2, 4, 20, dtype=torch.float16)}, ValueError, "q has 3 dimensions"),
     ({"q": torch.zeros(2, 3, 20, 32).half()}, ValueError, "heads=3 must be a multiple of kv_heads=2"),
     ({"q": torch.zeros(2, 4, 20, 40).half()}, ValueError, "dim=40 must be a multiple of 16, from 16 to 256"),
+    ({"q": torch.zeros(2, 4, 0, 32).half()}, ValueError, "rows=0"),
     (
         {"q": torch.zeros(2, 4, 20, 272).half(), "v": torch.zeros(2, 2, 150, 272).half()},
         ValueError,
@@ -350,6 +365,8 @@ REFUSED = [
         "the published recovery returns no counts",
     ),
     ({"scale": 0.0}, ValueError, "scale must be positive and finite"),
+    ({"left": -2}, ValueError, "left=-2 and right=-1 must be -1, which is unlimited, or more"),
+    ({"right": -5}, ValueError, "left=-1 and right=-5 must be -1"),
     ({"unbiased_columns": -1}, ValueError, "unbiased_columns=-1 is negative"),
     ({"unbiased_columns": 33}, ValueError, "unbiased_columns=33 is above 64 or dim"),
     ({"to_bf16": True}, ValueError, "BF16 outputs are for unbiased rounding alone"),
