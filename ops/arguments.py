@@ -45,11 +45,22 @@ def dense(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sinks: Tens
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None, *limits: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    sinks: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    *limits: Any,
 ) -> Call:
     """Return the checked call of packed sequences (T, H, D)."""
-    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks)
-    return _call((q, k, v), None, sinks, cu_seqlens_q, cu_seqlens_k, None, *limits)
+    longest = max_seqlen_q, max_seqlen_k
+    operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, sinks)
+    call = _call((q, k, v), None, sinks, cu_seqlens_q, cu_seqlens_k, None, *limits)
+    call.longest = longest
+    return call
 
 
 def paged(

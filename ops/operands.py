@@ -37,16 +37,16 @@ def check_attention(
     if queries[0] != keys[0]:
         raise ValueError(f"batch of q is {queries[0]} but that of k is {keys[0]}: expand the smaller one")
     _check_heads(queries[1], keys[1], ", or pass tensor_layout='NHD' if tensors are (B, S, H, D)")
-    if sinks is not None:
-        _check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     if attn_mask is not None:
         _check_mask(attn_mask, q, (queries[0], queries[1], queries[2], keys[2]))
 
 
 def check_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None = None
-) -> None:
-    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), both lists of cumulative lengths, and sinks.
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    longest: tuple[int | None, int | None] = (None, None), sinks: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Check packed operands: q (Tq, Hq, D), k and v (Tk, Hkv, D), cumulative lengths, bounds of lengths, and sinks.
 
     Raises
     ------
@@ -55,8 +55,7 @@ def check_varlen(
     """
     _check_agreement(q, k, v, 3)
     _check_heads(q.shape[1], k.shape[1])
-    if sinks is not None:
-        _check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dtype not in INTEGERS:
             raise TypeError(f"{name} is {x.dtype}, not an int32 or int64 Tensor: call .int()")
@@ -67,6 +66,7 @@ def check_varlen(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         entries = f"cu_seqlens_q has {len(cu_seqlens_q)} entries but cu_seqlens_k has {len(cu_seqlens_k)}"
         raise ValueError(f"{entries}: give each one entry more than there are sequences")
+    _check_longest(*longest)
 
 
 def check_gradients(grad_out: Tensor | None, grad_lse: Tensor | None, q: Tensor, backend: str) -> None:
@@ -137,8 +137,7 @@ def check_paged(
             "and pass the cache of this layer"
         )
     _check_heads(queries[1], cache[2])
-    if sinks is not None:
-        _check_sinks(sinks, q)
+    _check_sinks(sinks, q)
     _check_table("block_table", block_table, k_cache, 2)
     _check_table("seq_lens", seq_lens, k_cache, 1)
     _check_anchors(key_anchors, k_cache)
@@ -152,9 +151,7 @@ def check_paged(
             raise ValueError(f"cu_seqlens_q has {entries} entries for {batch} sequences, expected {batch + 1}")
     elif queries[0] != batch:
         raise ValueError(f"q has {queries[0]} rows for {batch} sequences; give cu_seqlens_q unless each has one query")
-    for name, most in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if most is not None and most < 1:
-            raise ValueError(f"{name}={most} is not a positive integer: leave it out if it is not known")
+    _check_longest(*longest)
 
 
 def check_writes(
@@ -212,8 +209,10 @@ def check_limits(scale: float | None, left: int, right: int, softcap: float) -> 
         raise ValueError(f"softcap={softcap!r} is outside 2^-20 to 2^20 nats: leave it out for no cap")
 
 
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Check that sinks are one number for each query head, on q's device; heads are the second dimension of q."""
+    if sinks is None:
+        return
     if sinks.dtype not in DTYPES:
         raise TypeError(f"sinks is {sinks.dtype}, expected one of {DTYPES}: call .float()")
     if tuple(sinks.shape) != (q.shape[1],):
@@ -328,6 +327,13 @@ def _check_table(name: str, x: Tensor, k_cache: Tensor, dims: int) -> None:
         raise ValueError(f"{name} has {x.dim()} dimensions {tuple(x.shape)}, expected {dims}: {form}")
     if x.device != k_cache.device:
         raise _on_other_device(name, x, "k_cache", k_cache)
+
+
+def _check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
+    """Check bounds of the queries and of the keys of a sequence; None is a bound that the caller does not know."""
+    for name, most in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if most is not None and most < 1:
+            raise ValueError(f"{name}={most} is not a positive integer: leave it out if it is not known")
 
 
 def _check_anchors(key_anchors: Tensor | None, k_cache: Tensor) -> None:

@@ -43,10 +43,11 @@ def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleTyp
     return registry.choose(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
-def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
+def _define(name: str, tensors: str, make: Callable[..., Call], longest: str = "") -> CustomOpDef:
     """Define an operator that returns (out, lse, max_logits, counts), and its fake kernel.
 
-    `make` builds the `Call` (ops/arguments.py). `max_logits` and `counts` are empty unless the call asks for them.
+    `longest` are the arguments between the sinks and those that all operators share. `make` builds the `Call`
+    (ops/arguments.py). `max_logits` and `counts` are empty unless the call asks for them.
     """
 
     def parts(arguments: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], str | None]:
@@ -80,7 +81,7 @@ def _define(name: str, tensors: str, make: Callable[..., Call]) -> CustomOpDef:
         out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if is_tokens_first(q) else q.new_empty(q.shape)
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
-    text = f"({tensors}, Tensor? sinks=None, {schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    text = f"({tensors}, Tensor? sinks=None, {longest}{schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(f"pasa::{name}", kernel, mutates_args=(), schema=text)
     operator.register_fake(fake)
     defaults = tuple(each.default_value for each in operator._opoverload._schema.arguments)
@@ -97,7 +98,10 @@ def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 attention = _define("attention", "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None", dense)
 attention_varlen = _define(
-    "attention_varlen", "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k", packed
+    "attention_varlen",
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k",
+    packed,
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, ",
 )
 attention_paged = _define(
     "attention_paged",
@@ -176,7 +180,7 @@ def attention_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dsinks or empty) for packed sequences; see ops/attention/spec/gradients.py."""
     limits = is_causal, scale, window_left, window_right, softcap
-    call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits).narrowed()
+    call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, None, None, *limits).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
     grad_sinks = _zeros(sinks, sinks_too)
     with without_autocast(q.device.type):
@@ -187,7 +191,7 @@ def attention_varlen_backward(
 @attention_varlen_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits, sinks_too, backend = arguments
-    packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits)
+    packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, None, None, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
     of_sinks = _or_empty(_zeros(sinks, sinks_too), sinks, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
@@ -246,12 +250,13 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
     """
     count = len(operator._opoverload._schema.arguments)
     extra = 2 if operator is attention else 1  # the mask and the sinks; a packed call has no mask
+    bounds = 0 if operator is attention else 2  # the longest sequences of a packed call
     first = tensors - extra
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:tensors])
         q, k, v, mask, *_ = inputs
-        is_causal, scale, left, right, softcap, max_logits, *arithmetic, diagnose, backend = inputs[tensors:]
+        is_causal, scale, left, right, softcap, max_logits, *arithmetic, diagnose, backend = inputs[tensors + bounds :]
         ctx.limits = is_causal, scale, left, right, softcap
         features = {"window": (left, right), "softcap": softcap, "sinks": inputs[tensors - 1]}
         call = Call(

@@ -257,7 +257,8 @@ def attention_varlen(
         Cumulative lengths from 0 to Tq and Tk. A sequence may be empty. Queries of a sequence without keys give 0 and
         log-sum-exp -inf.
     max_seqlen_q, max_seqlen_k : int
-        Length of the longest sequence, or more; checked against the cumulative lengths, but not on an NPU.
+        Length of the longest sequence, or more; checked against the cumulative lengths, but not on an NPU. There they
+        choose a kernel, and change results by no more than rounding.
     is_causal, window, scale, softcap, sinks, return_lse, return_max_logits, config, backend
         As for `attention`; rows and keys are counted within each sequence.
 
@@ -289,10 +290,8 @@ def attention_varlen(
         check_tensor("sinks", sinks)
     limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
-    out, lse, max_logits, counts = dispatch.call(
-        operators.attention_varlen, *tensors, *limits, *options, diagnose, backend
-    )
+    own = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, max_seqlen_q, max_seqlen_k
+    out, lse, max_logits, counts = dispatch.call(operators.attention_varlen, *own, *limits, *options, diagnose, backend)
     if diagnose:
         diagnostics.record(counts)
     return results(out, lse, max_logits, return_lse, return_max_logits)

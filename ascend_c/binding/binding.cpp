@@ -22,8 +22,8 @@ namespace {
 
 // ---- masks
 
-// A bool or FP32 mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of visits has one
-// entry for all batch entries, or one for each, and likewise for heads.
+// A bool or FP32 mask (B, H, Sq, Skv), expanded to all batch entries, heads and rows by strides of 0. The table of
+// visits has one entry for all batch entries, or one for each, and likewise for heads.
 void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t keys, Settings& settings)
 {
     const at::IntArrayRef rows = q.sizes().slice(0, 3);
@@ -44,10 +44,10 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
                       " between rows, expected less than ", most, ": copy it");
     settings.has_mask = true;
     settings.adds_mask = mask.scalar_type() == at::kFloat;
-    CheckTensor("visits", visits, q, at::kLong,
-                {visits.size(0) == 1 ? 1 : rows[0], visits.size(1) == 1 ? 1 : rows[1],
-                 DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys) + 1, kVisitWords});
-    const auto stride = [&mask](int64_t axis) { return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis)); };
+    CheckVisits(visits, q, DivideUp<int64_t>(rows[2], kTileRows), Blocks(keys), kVisitWords);
+    const auto stride = [&mask](int64_t axis) {
+        return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis));
+    };
     settings.mask = {static_cast<uint32_t>(visits.size(0)), static_cast<uint32_t>(visits.size(1)), stride(0), stride(1),
                      stride(2)};
 }
@@ -65,10 +65,11 @@ ShiftTiling PlanShiftOf(const Tensor& k, const OptionalTensor& lengths, double s
 
 // ---- the operators
 
-// `begins_anywhere`: windows or a mask may hide the first blocks from rows that see others. `starts` (sequences + 1,): the
-// keys are packed sequences.
-std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths, const OptionalTensor& starts,
-                                              double scale, bool saturate, bool begins_anywhere)
+// `begins_anywhere`: windows or a mask may hide the first blocks from rows that see others. `starts` (sequences + 1,):
+// the keys are packed sequences.
+std::tuple<Tensor, Tensor, Tensor> ShiftExact(const Tensor& k, const OptionalTensor& lengths,
+                                              const OptionalTensor& starts, double scale, bool saturate,
+                                              bool begins_anywhere)
 {
     Require(scale > 0 && std::isfinite(scale), "scale must be positive and finite");
     uint32_t sequences = 0;
@@ -144,7 +145,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     CheckTensor("v", v, q, at::kHalf, {batch, heads, rows, dim});
     CheckTensor("keys", keys, q, at::kHalf, {batch, heads, exact ? rows : Blocks(rows) * kBlockKeys, dim});
     if (exact) {
-        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, int64_t{tiling.anchor_rows} * tiling.blocks, dim});
+        const int64_t anchor_rows = int64_t{tiling.anchor_rows} * tiling.blocks;
+        CheckTensor("anchors", *anchors, q, at::kHalf, {batch, heads, anchor_rows, dim});
         CheckTensor("units", *units, q, at::kFloat, {batch, heads, tiling.blocks, kUnitCopies});
     }
     if (lengths) CheckTensor("lengths", *lengths, q, at::kInt, {batch});
@@ -152,12 +154,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tens
     const c10::DeviceGuard guard(q.device());
     Tensor out = at::empty(q.sizes(), q.options().dtype(OutputType(to_bf16)));
     Tensor lse = at::empty({batch, q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
-    Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef({0}), lse.options());
-    Tensor counts = at::empty(counted ? at::IntArrayRef({kCountRows, batch, q.size(1), q.size(2)}) : at::IntArrayRef({0}), lse.options());
+    const int64_t nothing[] = {0}, all[] = {kCountRows, batch, q.size(1), q.size(2)};
+    Tensor largest = at::empty(largest_scores ? lse.sizes() : at::IntArrayRef(nothing), lse.options());
+    Tensor counts = at::empty(counted ? at::IntArrayRef(all) : at::IntArrayRef(nothing), lse.options());
     const Tensor workspace = at::empty({static_cast<int64_t>(tiling.workspace_bytes)}, q.options().dtype(at::kByte));
-    const AttentionPointers given{Pointer(q),       Pointer(keys),    Pointer(v),     Pointer(anchors), Pointer(units),
-                                  Pointer(lengths), Pointer(starts),  Pointer(sinks), Pointer(mask),    Pointer(visits),
-                                  Pointer(out),     Pointer(lse),     Pointer(largest), Pointer(counts), Pointer(workspace)};
+    const AttentionPointers given{Pointer(q),       Pointer(keys),   Pointer(v),       Pointer(anchors), Pointer(units),
+                                  Pointer(lengths), Pointer(starts), Pointer(sinks),   Pointer(mask),    Pointer(visits),
+                                  Pointer(out),     Pointer(lse),    Pointer(largest), Pointer(counts),
+                                  Pointer(workspace)};
     const uint32_t cores = chip.cube_cores;
     Enqueue("pasa_attention", [=](void* stream) { LaunchAttention(exact, given, tiling, cores, stream); });
     return {out, lse, largest, counts};
@@ -181,17 +185,18 @@ Tensor ShiftPaperShapes(const Tensor& k, const Tensor&, bool)
     return at::empty_symint(k.sym_sizes(), k.options());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> AttentionShapes(const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool,
-                                           int64_t, int64_t, double, double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
+std::tuple<Tensor, Tensor, Tensor, Tensor> AttentionShapes(
+    const Tensor& q, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool, int64_t, int64_t,
+    double, double, bool, int64_t, bool to_bf16, bool largest_scores, bool counted)
 {
     const auto rows = q.sym_sizes().slice(0, 3);
-    const c10::SymInt counts[] = {kCountRows, rows[0], rows[1], rows[2]};
+    const c10::SymInt nothing[] = {0}, counts[] = {kCountRows, rows[0], rows[1], rows[2]};
     return {at::empty_symint(q.sym_sizes(), q.options().dtype(OutputType(to_bf16))),
             at::empty_symint(rows, q.options().dtype(at::kFloat)),
-            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat)),
-            at::empty_symint(counted ? c10::SymIntArrayRef(counts) : c10::SymIntArrayRef({0}), q.options().dtype(at::kFloat))};
+            at::empty_symint(largest_scores ? rows : c10::SymIntArrayRef(nothing), q.options().dtype(at::kFloat)),
+            at::empty_symint(counted ? c10::SymIntArrayRef(counts) : c10::SymIntArrayRef(nothing),
+                             q.options().dtype(at::kFloat))};
 }
 
 }  // namespace
@@ -205,8 +210,9 @@ TORCH_LIBRARY_FRAGMENT(pasa, m)
     m.def("npu_shift_paper(Tensor k, Tensor matrix, bool saturate) -> Tensor");
     m.def(
         "npu_attention(Tensor q, Tensor keys, Tensor v, Tensor? anchors, Tensor? units, Tensor? lengths, "
-        "Tensor? starts, Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, float scale, "
-        "float invariance, bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, bool counted) "
+        "Tensor? starts, Tensor? sinks, Tensor? mask, Tensor? visits, bool is_causal, int left, int right, "
+        "float scale, float invariance, bool saturate, int unbiased_columns, bool to_bf16, bool largest_scores, "
+        "bool counted) "
         "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 

@@ -60,7 +60,8 @@ Tensor LayOutValues(const Tensor& v, const OptionalTensor& lengths)
     return values;
 }
 
-// The bits of a mask (B or 1, H or 1, tiles or 1, blocks, 1024), and its table of visits (ops/attention/ascend/masks.py).
+// The bits of a mask (B or 1, H or 1, tiles or 1, blocks, 1024), and its table of visits
+// (ops/attention/ascend/masks.py).
 void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t rows, int64_t keys, Settings& settings)
 {
     const int64_t tiles = DivideUp<int64_t>(rows, kHalfRows), blocks = Blocks(keys);
@@ -69,6 +70,7 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
     const int64_t batches = one_or(0, q.size(0)), heads = one_or(1, q.size(1));
     CheckTensor("mask", mask, q, at::kByte, {batches, heads, one_or(2, tiles), blocks, kMaskTileBytes});
     CheckTensor("visits", visits, q, at::kLong, {batches, heads, tiles, blocks + 1, VisitWords(kHalfRows)});
+    CheckVisits(visits, q, tiles, blocks, VisitWords(kHalfRows));
     const auto stride = [&mask](int64_t axis) {
         return static_cast<uint64_t>(mask.size(axis) == 1 ? 0 : mask.stride(axis));
     };
@@ -76,8 +78,8 @@ void ReadMask(const Tensor& mask, const Tensor& visits, const Tensor& q, int64_t
     settings.mask = {static_cast<uint32_t>(batches), static_cast<uint32_t>(heads), stride(0), stride(1), stride(2)};
 }
 
-// `rows` of the queries exist, `keys` of K' and V; the queries are filled up to a multiple of 16 rows, and so are the sinks
-// of each head's rows. `token_rows` as in tiling/plan_310p.h.
+// `rows` of the queries exist, `keys` of K' and V; the queries are filled up to a multiple of 16 rows, and so are the
+// sinks of each head's rows. `token_rows` as in tiling/plan_310p.h.
 std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& shifted, const Tensor& values,
                                              const Tensor& anchors, const Tensor& units, const OptionalTensor& lengths,
                                              const OptionalTensor& sinks, const OptionalTensor& mask,

@@ -1,5 +1,5 @@
-// Functions of kernel/310p/pasa_310p.asc, compiled by CANN, that the binding, compiled by the host's compiler, calls with
-// plain types.
+// Functions of kernel/310p/pasa_310p.asc, compiled by CANN, that the binding, compiled by the host's compiler, calls
+// with plain types.
 #pragma once
 
 #include "../tiling/tiling.h"

@@ -49,7 +49,7 @@ inline size_t VisitWords(const AttentionTiling& t)
 // FP16 score tiles that the tiling may keep.
 inline size_t KeptTiles(const AttentionTiling& t)
 {
-    const size_t tiles = t.sequences > 0 ? PackedPieces(t.rows, t.sequences + 1) : DivideUp(t.rows, kTileRows);
+    const size_t tiles = t.sequences > 0 ? PackedPlaces(t.rows, t.sequences + 1) : DivideUp(t.rows, kTileRows);
     return size_t{t.batch} * t.heads * tiles * t.blocks;
 }
 

@@ -5,8 +5,8 @@
 
 namespace pasa {
 
-// Check cumulative lengths of packed rows. Where they are in host memory, values are checked too; those of a device would
-// have to be waited for. There the kernels read no row that does not exist, whatever they say.
+// Check cumulative lengths of packed rows. Where they are in host memory, values are checked too; those of a device
+// would have to be waited for. There the kernels read no row that does not exist, whatever they say.
 inline void CheckCumulative(const char* name, const Tensor& starts, int64_t rows)
 {
     if (!starts.device().is_cpu()) return;
@@ -14,8 +14,8 @@ inline void CheckCumulative(const char* name, const Tensor& starts, int64_t rows
     const int64_t last = starts.numel() - 1;
     TORCH_CHECK_VALUE(at[0] == 0, name, "[0]=", at[0], " must be 0: the first sequence begins with the first row");
     for (int64_t i = 1; i <= last; ++i) {
-        TORCH_CHECK_VALUE(at[i] >= at[i - 1], name, "[", i, "]=", at[i], " is below ", name, "[", i - 1, "]=", at[i - 1],
-                          ": cumulative lengths do not decrease");
+        TORCH_CHECK_VALUE(at[i] >= at[i - 1], name, "[", i, "]=", at[i], " is below ", name, "[", i - 1, "]=",
+                          at[i - 1], ": cumulative lengths do not decrease");
     }
     TORCH_CHECK_VALUE(at[last] == rows, name, "[", last, "]=", at[last], " must be ", rows,
                       ": the last sequence ends with the last row");

@@ -40,6 +40,26 @@ inline uint32_t Count(const char* name, const Tensor& x, int64_t axis)
     return static_cast<uint32_t>(size);
 }
 
+// Check the table of visits (B or 1, H or 1, tiles, blocks + 1, words), see kernel/key_blocks.h. Its values are
+// checked in host memory alone: those of a device would have to be waited for.
+inline void CheckVisits(const Tensor& visits, const Tensor& q, int64_t tiles, int64_t blocks, int64_t words)
+{
+    TORCH_CHECK_VALUE(visits.dim() == 5, "visits has ", visits.dim(), " dimensions ", visits.sizes(), ", expected 5");
+    const auto one_or = [&visits, &q](int64_t axis) { return visits.size(axis) == 1 ? 1 : q.size(axis); };
+    CheckTensor("visits", visits, q, at::kLong, {one_or(0), one_or(1), tiles, blocks + 1, words});
+    if (!visits.device().is_cpu()) return;
+    const int64_t* tile = visits.const_data_ptr<int64_t>();
+    for (const int64_t* end = tile + visits.numel(); tile != end; tile += (blocks + 1) * words) {
+        TORCH_CHECK_VALUE(tile[0] >= 0 && tile[0] <= blocks, "visits says that a tile visits ", tile[0], " of ", blocks,
+                          " blocks of keys");
+        for (int64_t i = 1, before = -1; i <= tile[0]; before = tile[i++ * words]) {
+            const int64_t block = tile[i * words];
+            TORCH_CHECK_VALUE(block > before && block < blocks, "visits has block ", block, " behind block ", before,
+                              " of ", blocks, " blocks of keys: they rise");
+        }
+    }
+}
+
 inline int64_t Blocks(int64_t keys) { return DivideUp<int64_t>(keys, kBlockKeys); }
 
 inline void* Pointer(const Tensor& x) { return x.data_ptr(); }

@@ -26,7 +26,7 @@ struct Arguments {
     GM_ADDR anchors;
     GM_ADDR units;    // exact: FP32 (B, Hkv, blocks, 8), u_j eight times
     GM_ADDR lengths;  // int32 (B,), if tiling.has_lengths
-    GM_ADDR starts;   // int32 (2, sequences + 1), of packed sequences: their first rows and the end, and the same of keys
+    GM_ADDR starts;   // int32 (2, sequences + 1), of packed sequences: their first rows and the end, and those of keys
     GM_ADDR sinks;    // FP32 (H,), if tiling.has_sinks
     GM_ADDR mask;     // bytes or FP32, if tiling.has_mask; tiling.mask has the strides
     GM_ADDR visits;   // int64 (batches, heads, tiles, blocks + 1, 3), if tiling.has_mask: key_blocks.h

@@ -1,5 +1,5 @@
-// What a call's score tiles hold, counted on request: largest scores before and after shifting, FP16 overflow, and tiles
-// that are kept in FP32 or flushed (ops/attention/spec/diagnostics.py).
+// What a call's score tiles hold, counted on request: largest scores before and after shifting, FP16 overflow, and
+// tiles that are kept in FP32 or flushed (ops/attention/spec/diagnostics.py).
 #pragma once
 
 #include "exact_rows.h"

@@ -15,8 +15,8 @@ constexpr uint32_t kHalfOutput = kHalfRows * kChunk * sizeof(float);   // 32 KiB
 constexpr uint32_t kHalfSums = kHalfRows * kFractal * sizeof(float);   // 4 KiB
 static_assert(2 * (kPart + kHalfOutput + kHalfSums) <= 128 * 1024, "they fit into L0C");
 
-// One query tile at a time, and the key blocks that it visits, one step each. The scores of step j + 1 are formed before
-// the weights of step j are waited for.
+// One query tile at a time, and the key blocks that it visits, one step each. The scores of step j + 1 are formed
+// before the weights of step j are waited for.
 class ExactCube {
 public:
     __aicore__ inline ExactCube(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
@@ -109,7 +109,9 @@ private:
         const uint32_t single = lane.rows - 1;  // the row that is loaded twice, if there is one more than rows
         Tile tile = query_tiles_.AllocTensor<half>();
         LoadTile(tile, from, rows_ > lane.rows && single > 0 ? single : lane.rows, t_.dim, t_.dim);
-        if (rows_ > lane.rows && single > 0) LoadTile(tile[single * kFractal], from[single * t_.dim], 1, t_.dim, t_.dim);
+        if (rows_ > lane.rows && single > 0) {
+            LoadTile(tile[single * kFractal], from[single * t_.dim], 1, t_.dim, t_.dim);
+        }
         query_tiles_.EnQue(tile);
         return query_tiles_.DeQue<half>();
     }

@@ -15,8 +15,8 @@ protected:
     using OutputRows::OutputRows;
     static constexpr uint32_t kGuessRow = 2 * kHalfRows;  // of loaded offsets; behind it the unit
 
-    // The tile again, in FP32 and in nats, with a mask added, to score_tile_; the largest of each row to kTop, in units of
-    // the tile (TopFactor).
+    // The tile again, in FP32 and in nats, with a mask added, to score_tile_; the largest of each row to kTop, in units
+    // of the tile (TopFactor).
     __aicore__ inline void LoadWide(const Task& task, uint32_t j, uint32_t rows, float factor)
     {
         const uint32_t slot = j % 2;
@@ -44,8 +44,9 @@ protected:
     // Nats in a unit of kTop. What a mask adds is in nats.
     __aicore__ inline float TopFactor(uint32_t slot) const { return t_.adds_mask ? 1.0f : factor_[slot]; }
 
-    // Return if the tile has to come in FP32: a mask is added, which no reference foresees, or a score is too far above its reference (from it, if that is a guess), or
-    // the reference is too far above the running maximum, or the scale is too coarse for the distances of all.
+    // Return if the tile has to come in FP32: a mask is added, which no reference foresees, or a score is too far above
+    // its reference (from it, if that is a guess), or the reference is too far above the running maximum, or the scale
+    // is too coarse for the distances of all.
     __aicore__ inline bool NeedsWide(uint32_t rows, float reached, float factor)
     {
         if (t_.adds_mask || reached * factor > kReach || reached >= kHalfLargest || factor > kCoarseUnit) return true;
@@ -104,8 +105,8 @@ protected:
         return in;
     }
 
-    // The first tile refers to the mean score of its block, and the second one to the same mean in the rows that see a key
-    // of the first; rows that begin there refer to the mean score of the second block. The frame of block 1 is its
+    // The first tile refers to the mean score of its block, and the second one to the same mean in the rows that see a
+    // key of the first; rows that begin there refer to the mean score of the second block. The frame of block 1 is its
     // anchor: its offset is 0.
     __aicore__ inline void MakeGuesses(const Task& task, uint32_t rows)
     {

@@ -158,8 +158,8 @@ private:
     }
 
     // The score tile in nats to score_tile_, with masked scores replaced; the largest of each row to kTop in units of
-    // the tile, and to kLarger in nats; what the weights are relative to, seen from the tile, to kGap. And if there is a
-    // block j + 2, its frame to kSecond, the change of frame to kCarried, and what its anchor subtracts to kNext.
+    // the tile, and to kLarger in nats; what the weights are relative to, seen from the tile, to kGap. And if there is
+    // a block j + 2, its frame to kSecond, the change of frame to kCarried, and what its anchor subtracts to kNext.
     __aicore__ inline Extremes LoadScores(const Task& task, uint32_t j, uint32_t rows, bool refers, float& next_factor)
     {
         const uint32_t slot = j % 2, block = tasks_.Block(task, j), count = KeysOf(task, block);
@@ -324,8 +324,8 @@ private:
         tile_out_.FreeTensor(weights);
     }
 
-    // Return if the cube core may have the reference of block j + 2 already, as far as can be said before the scores are
-    // known. Where it cannot, the reference is formed beside the softmax.
+    // Return if the cube core may have the reference of block j + 2 already, as far as can be said before the scores
+    // are known. Where it cannot, the reference is formed beside the softmax.
     __aicore__ inline bool MayKeep(uint32_t slot, float next_factor) const
     {
         return plain_[slot] && settled_ && next_factor == factor_[slot];

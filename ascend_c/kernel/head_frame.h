@@ -1,4 +1,5 @@
-// What decoding subtracts from the keys of a head: a row of columns, of which some leave it on the way through the keys.
+// What decoding subtracts from the keys of a head: a row of columns, of which some leave it on the way through the
+// keys.
 #pragma once
 
 #include "rows.h"
@@ -35,7 +36,8 @@ public:
         return static_cast<uint32_t>((2 * i + 1) * uint64_t{keys} / (2 * kSamples));
     }
 
-    // Make the mean of the samples (16, D), FP32, the frame kFrame, and its FP16 numbers half_row_. The samples are lost.
+    // Make the mean of the samples (16, D), FP32, the frame kFrame, and its FP16 numbers half_row_. The samples are
+    // lost.
     __aicore__ inline void Begin(const FloatTile& samples)
     {
         AscendC::PipeBarrier<PIPE_V>();
@@ -73,8 +75,8 @@ public:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Columns of kOwnFrame from `first` on leave it where a key of FindRange is too far from it, and become NaN where one is
-    // not finite.
+    // Columns of kOwnFrame from `first` on leave it where a key of FindRange is too far from it, and become NaN where
+    // one is not finite.
     __aicore__ inline void Shrink(uint32_t first, uint32_t width)
     {
         const FloatTile frame = Columns(kOwnFrame)[first], far = Columns(kHighest), low = Columns(kLowest),

@@ -19,7 +19,8 @@ __aicore__ inline RowBits RowsBetween(int64_t first, int64_t last)
 }
 
 // The table of a mask has one entry for each block that a tile visits, in order: the block, and the bits of the rows of
-// each half of the tile (of a 310P's tile of 64 rows, all of it) that see a key of it. The number of these entries comes before them.
+// each half of the tile (of a 310P's tile of 64 rows, all of it) that see a key of it. The number of these entries
+// comes before them.
 class Visits {
 public:
     __aicore__ inline Visits(const AttentionTiling& tiling, GM_ADDR table) : t_(tiling)

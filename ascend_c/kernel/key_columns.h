@@ -39,8 +39,8 @@ public:
         AscendC::Abs(to, to, mask_, repeats_, AscendC::UnaryRepeatParams(1, 1, 8, 8));
     }
 
-    // Half as many repeats: the largest numbers of both halves of `from`, and the smallest ones. A middle one, of an odd
-    // number of repeats, is compared with itself.
+    // Half as many repeats: the largest numbers of both halves of `from`, and the smallest ones. A middle one, of an
+    // odd number of repeats, is compared with itself.
     __aicore__ inline void BeginFold(const HalfTile& largest, const HalfTile& smallest, const HalfTile& from)
     {
         const uint32_t kept = (repeats_ + 1) / 2;
@@ -122,9 +122,9 @@ public:
     }
 
     // K - anchor to columns of `to`, whose rows are `dim` long, without rounding: the anchor is the mean on the grid of
-    // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third of
-    // it. `keys` is FP16 (count, 64); an odd number of rows gets one more. `Chip` rounds to the nearest integers, half to
-    // even; they are below 2^22, by far.
+    // the column's largest key, or 0 where the difference to some key would be rounded, or a key is less than a third
+    // of it. `keys` is FP16 (count, 64); an odd number of rows gets one more. `Chip` rounds to the nearest integers,
+    // half to even; they are below 2^22, by far.
     template <typename Chip>
     __aicore__ inline void TakeAnchorOff(const HalfTile& to, uint32_t dim, const HalfTile& keys, uint32_t width,
                                          uint32_t count)
@@ -297,8 +297,8 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Above 0, to kScratch, where the anchor must go: there FP16 rounds K - a, or a (3 k - a) < 0 for the smallest or the
-    // largest key, so that it is less than a third of a. Positive numbers are 2^-24 or more.
+    // Above 0, to kScratch, where the anchor must go: there FP16 rounds K - a, or a (3 k - a) < 0 for the smallest or
+    // the largest key, so that it is less than a third of a. Positive numbers are 2^-24 or more.
     __aicore__ inline void TestAnchor(const HalfTile& keys, uint32_t width, uint32_t count)
     {
         RowMath math(0, width);
@@ -316,8 +316,8 @@ private:
         math.Add(of_lowest, of_lowest, lowest);
         math.Add(of_highest, of_highest, highest);
         AscendC::PipeBarrier<PIPE_V>();
-        // Back to K: where the sum is not K, the difference was rounded. Where it is K, nothing was: K, the anchor and so
-        // an error are multiples of K's ulp, and K with an error of an ulp or more does not become K again.
+        // Back to K: where the sum is not K, the difference was rounded. Where it is K, nothing was: K, the anchor and
+        // so an error are multiples of K's ulp, and K with an error of an ulp or more does not become K again.
         pairs.AddRow(back, pair_);
         math.Add(of_lowest, of_lowest, lowest);
         math.Add(of_highest, of_highest, highest);

@@ -16,11 +16,11 @@ public:
     using Row = RowMath::Row;
     using HalfTile = AscendC::LocalTensor<half>;
 
-    // Operands and buffers. Numbers of rows: `from`, the reference of the weights, and `carried`, what the block's frame
-    // adds to it, both in nats; `apart`, the part of the scores that the block's anchor subtracts, in units of the tile;
-    // `factor`, nats in such a unit; `offset`, the nats to be added to the scores; `raised`, by how many units the clamp
-    // raised the reference; `guess`, the mean score of the block, in units of the tile. FP16: `term` (64) and `spread`
-    // (64, 16) are scratch, `out` (64, 16) is for the cube core.
+    // Operands and buffers. Numbers of rows: `from`, the reference of the weights, and `carried`, what the block's
+    // frame adds to it, both in nats; `apart`, the part of the scores that the block's anchor subtracts, in units of
+    // the tile; `factor`, nats in such a unit; `offset`, the nats to be added to the scores; `raised`, by how many
+    // units the clamp raised the reference; `guess`, the mean score of the block, in units of the tile. FP16: `term`
+    // (64) and `spread` (64, 16) are scratch, `out` (64, 16) is for the cube core.
     struct Places {
         Row from, carried, apart, factor, offset, raised, rho, high, rest, guess;
         HalfTile term, spread, out;

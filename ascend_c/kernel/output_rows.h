@@ -90,7 +90,7 @@ protected:
         AscendC::LocalTensor<float> lse = row_out_.AllocTensor<float>();
         all.Add(lse, maximum, Number(kSecond));
         AscendC::PipeBarrier<PIPE_V>();
-        if (t_.has_sinks) {
+        if (t_.has_sinks && !task.padding) {
             never.Set(lse, sink);
         } else {
             never.SetBits(lse, kMinusInfinity);

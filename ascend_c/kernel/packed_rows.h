@@ -12,13 +12,13 @@ static_assert(kTileRows == kBlockKeys, "queries and keys are cut into pieces of 
 struct Span {
     uint32_t first = 0;  // row
     uint32_t rows = 0;
-    uint32_t piece = 0;  // the number of the first piece
+    uint32_t place = 0;  // the place of the first piece
 };
 
-// The pieces of sequence s have numbers from starts[s] / 128 + s on. A sequence of n rows has at most
-// (starts[s] % 128 + n) / 128 + 1 pieces, so no two sequences share a number, and the host can say how many numbers there
-// are without knowing a length (PackedPieces). Some numbers have no rows. Lengths that decrease or end behind the last row
-// give nonsense, but no row that does not exist.
+// The pieces of sequence s have the places from starts[s] / 128 + s on. A sequence of n rows has at most
+// (starts[s] % 128 + n) / 128 + 1 pieces, so no two sequences share a place, and the host can say how many places there
+// are without knowing a length (PackedPlaces). Some places have no rows. Lengths that decrease or end behind the last
+// row give nonsense, but no row that does not exist.
 class PackedRows {
 public:
     __aicore__ inline void Init(GM_ADDR starts, uint32_t sequences, uint32_t rows)
@@ -35,17 +35,17 @@ public:
         span.first = First(sequence);
         const uint32_t end = sequence < sequences_ ? First(sequence + 1) : rows_;
         span.rows = end > span.first ? end - span.first : 0;
-        span.piece = Piece(sequence);
+        span.place = Place(sequence);
         return span;
     }
 
-    // The sequence that has the number of a piece.
-    __aicore__ inline uint32_t Find(uint32_t piece) const
+    // The sequence that has a place.
+    __aicore__ inline uint32_t Find(uint32_t place) const
     {
         uint32_t sequence = 0, behind = sequences_ + 1;
         while (behind - sequence > 1) {
             const uint32_t middle = (sequence + behind) / 2;
-            if (Piece(middle) <= piece) {
+            if (Place(middle) <= place) {
                 sequence = middle;
             } else {
                 behind = middle;
@@ -56,7 +56,7 @@ public:
 
 private:
     __aicore__ inline uint32_t First(uint32_t sequence) const { return Clamped(starts_.GetValue(sequence), rows_); }
-    __aicore__ inline uint32_t Piece(uint32_t sequence) const { return First(sequence) / kTileRows + sequence; }
+    __aicore__ inline uint32_t Place(uint32_t sequence) const { return First(sequence) / kTileRows + sequence; }
 
     AscendC::GlobalTensor<int32_t> starts_;
     uint32_t sequences_ = 0, rows_ = 0;

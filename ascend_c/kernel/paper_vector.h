@@ -95,8 +95,8 @@ private:
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Weights, rounded, to the cube core; m, l, and the output so far relative to the new maximum (Algorithm 1, lines 12
-    // and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop holds the
+    // Weights, rounded, to the cube core; m, l, and the output so far relative to the new maximum (Algorithm 1, lines
+    // 12 and 16 to 20, but weights are relative to the running maximum: P V needs no factor). Before it, kTop holds the
     // largest scores, and kHere the same in the frame of the running maximum.
     __aicore__ inline void MakeWeights(uint32_t i, uint32_t rows)
     {

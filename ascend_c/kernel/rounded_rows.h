@@ -23,9 +23,10 @@ public:
     }
 
     // Columns d to d + width of O / l as 16-bit numbers to `to` (rows, width). `out` is O from column d on, rows of the
-    // whole head dimension; l is spread. `clamps`: they are means of finite values, or not finite. Columns come in order.
-    __aicore__ inline void Make(const HalfTile& to, const FloatTile& out, const FloatTile& l, uint32_t d, uint32_t width,
-                                bool clamps)
+    // whole head dimension; l is spread. `clamps`: they are means of finite values, or not finite. Columns come in
+    // order.
+    __aicore__ inline void Make(const HalfTile& to, const FloatTile& out, const FloatTile& l, uint32_t d,
+                                uint32_t width, bool clamps)
     {
         for (uint32_t c = 0; c < width; c += kFloats) {
             AscendC::Div(out[c], out[c], l, Least(kFloats, width - c), rows_,
@@ -43,9 +44,9 @@ public:
     }
 
 private:
-    // A mean fits wherever its values do, but O and l are rounded on their own: a few thousand roundings may carry 65504
-    // past 65520, where infinity begins. x becomes its nearest number in FP16's range, plus 0 x: NaN where it is not
-    // finite, and a zero keeps its sign.
+    // A mean fits wherever its values do, but O and l are rounded on their own: a few thousand roundings may carry
+    // 65504 past 65520, where infinity begins. x becomes its nearest number in FP16's range, plus 0 x: NaN where it is
+    // not finite, and a zero keeps its sign.
     __aicore__ inline void WithinRange(const FloatTile& out, uint32_t width)
     {
         for (uint32_t c = 0; c < width; c += kFloats) {

@@ -182,9 +182,9 @@ __aicore__ inline void HideColumns(const AscendC::LocalTensor<T>& tile, uint32_t
 constexpr float kHalfLargest = 65504.0f;
 // Of scores in the units of a tile, in FP32: below every other, and so far that its weight is zero at any scale.
 constexpr float kHidden = -0x1p100f;
-// A running maximum before the first key: FP32's lowest number. Scores are above it, because they are below 2^43 units of
-// at most 2^80 nats, and with them what a mask adds is no lower (ops/attention/spec/masking.py, fitting_mask). Fully masked
-// rows may find masked scores above it; their result is replaced at the end.
+// A running maximum before the first key: FP32's lowest number. Scores are above it, because they are below 2^43 units
+// of at most 2^80 nats, and with them what a mask adds is no lower (ops/attention/spec/masking.py, fitting_mask). Fully
+// masked rows may find masked scores above it; their result is replaced at the end.
 constexpr float kNothing = -0x1.fffffep127f;
 constexpr uint32_t kMinusInfinity = 0xff800000;  // the device's headers have no INFINITY
 
@@ -194,8 +194,8 @@ __aicore__ inline half ToHalf(float scalar)
     return AscendC::Cast<float, half, AscendC::RoundMode::CAST_ODD>(scalar);
 }
 
-// A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row. Rows are `stride`
-// blocks apart.
+// A number of each row, eight times: what a binary call with a block stride of 0 takes for a whole row. Rows are
+// `stride` blocks apart.
 __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& row,
                               uint32_t rows, uint32_t stride = 1)
 {
@@ -206,9 +206,9 @@ __aicore__ inline void Spread(const AscendC::LocalTensor<float>& to, const Ascen
 // saturates.
 constexpr float kFarthestSink = 60.0f;
 
-// One more score of each row, whose value is 0. Let L = maximum + logarithm. Then l becomes l (1 + exp(sink - L)), which
-// divides O; maximum and logarithm become max(L, sink) and ln(1 + exp(-|L - sink|)), the two terms of the new L. `apart`
-// is scratch.
+// One more score of each row, whose value is 0. Let L = maximum + logarithm. Then l becomes l (1 + exp(sink - L)),
+// which divides O; maximum and logarithm become max(L, sink) and ln(1 + exp(-|L - sink|)), the two terms of the new L.
+// `apart` is scratch.
 __aicore__ inline void TakeSink(RowMath& all, const RowMath::Row& maximum, const RowMath::Row& sum,
                                 const RowMath::Row& logarithm, const RowMath::Row& sink, const RowMath::Row& apart)
 {

@@ -31,11 +31,11 @@ public:
     {
         const uint32_t total = t_.heads * t_.blocks;
         for (uint32_t item = AscendC::GetBlockIdx(); item < total; item += AscendC::GetBlockNum()) {
-            const uint32_t head = item / t_.blocks, piece = item % t_.blocks;
-            const Span keys = KeysOf(head, t_.sequences > 0 ? packed_.Find(piece) : 0);
-            const uint32_t first = (piece - keys.piece) * kBlockKeys;  // of the sequence; below 0 it wraps beyond all rows
+            const uint32_t head = item / t_.blocks, place = item % t_.blocks;
+            const Span keys = KeysOf(head, t_.sequences > 0 ? packed_.Find(place) : 0);
+            const uint32_t first = (place - keys.place) * kBlockKeys;  // of the sequence; below 0 it wraps
             if (first >= keys.rows) continue;
-            Shift(head, piece, keys.first + first, Least(kBlockKeys, keys.rows - first), first == 0);
+            Shift(head, place, keys.first + first, Least(kBlockKeys, keys.rows - first), first == 0);
         }
     }
 
@@ -62,8 +62,8 @@ private:
         return keys;
     }
 
-    // The keys of a piece, from a row of the head on. `begins`: they are the first of their sequence.
-    __aicore__ inline void Shift(uint32_t head, uint32_t piece, uint32_t row, uint32_t count, bool begins)
+    // The keys of the piece at a place, from a row of the head on. `begins`: they are the first of their sequence.
+    __aicore__ inline void Shift(uint32_t head, uint32_t place, uint32_t row, uint32_t count, bool begins)
     {
         const uint64_t from = (static_cast<uint64_t>(head) * t_.keys + row) * t_.dim;
         AscendC::LocalTensor<half> out = half_out_.AllocTensor<half>();
@@ -72,16 +72,16 @@ private:
             AscendC::LocalTensor<half> in = LoadRows(k_[from + first], width, count, 1);
             columns_.template TakeAnchorOff<Chip>(out[first], t_.dim, in, width, count);
             half_in_.FreeTensor(in);
-            StoreAnchor(head, piece, first, width, begins);
+            StoreAnchor(head, place, first, width, begins);
         }
         const float unit = columns_.Rounds(t_.unit, out, count * t_.dim) ? 1.0f : t_.unit;
         AscendC::Muls(out, out, ToHalf(unit), static_cast<int32_t>(count * t_.dim));
         Chip::FillUp(out, t_.dim, count);
         half_out_.EnQue(out);
         out = half_out_.DeQue<half>();
-        Chip::Store(keys_[Chip::Place(t_, head, piece, row)], out, t_.dim, count);
+        Chip::Store(keys_[Chip::Place(t_, head, place, row)], out, t_.dim, count);
         half_out_.FreeTensor(out);
-        StoreUnit(head, piece, unit);
+        StoreUnit(head, place, unit);
     }
 
     // FP16 (count, width), 64 numbers a row, of rows that are `apart` rows of the head dimension apart.
@@ -99,22 +99,22 @@ private:
         return half_in_.DeQue<half>();
     }
 
-    __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t piece, uint32_t row) const
+    __aicore__ inline uint64_t AnchorRow(uint32_t head, uint32_t place, uint32_t row) const
     {
-        return ((static_cast<uint64_t>(head) * t_.blocks + piece) * t_.anchor_rows + row) * t_.dim;
+        return ((static_cast<uint64_t>(head) * t_.blocks + place) * t_.anchor_rows + row) * t_.dim;
     }
 
-    // Of the first block also what the anchor leaves of the mean, in the second row, which StoreFrames writes for others.
-    // Where blocks have a third row, all of them store it there.
-    __aicore__ inline void StoreAnchor(uint32_t head, uint32_t piece, uint32_t first, uint32_t width, bool begins)
+    // Of the first block also what the anchor leaves of the mean, in the second row, which StoreFrames writes for
+    // others. Where blocks have a third row, all of them store it there.
+    __aicore__ inline void StoreAnchor(uint32_t head, uint32_t place, uint32_t first, uint32_t width, bool begins)
     {
         RowMath math(0, width);
-        StoreHalfRow(columns_.Anchor(), AnchorRow(head, piece, 0) + first, width, math);
+        StoreHalfRow(columns_.Anchor(), AnchorRow(head, place, 0) + first, width, math);
         const bool has_third = t_.anchor_rows == 3;
         if (!begins && !has_third) return;
         const Row residual = columns_.Residual(math);
-        if (begins) StoreHalfRow(residual, AnchorRow(head, piece, 1) + first, width, math);
-        if (has_third) StoreHalfRow(residual, AnchorRow(head, piece, 2) + first, width, math);
+        if (begins) StoreHalfRow(residual, AnchorRow(head, place, 1) + first, width, math);
+        if (has_third) StoreHalfRow(residual, AnchorRow(head, place, 2) + first, width, math);
     }
 
     __aicore__ inline void StoreHalfRow(const Row& row, uint64_t at, uint32_t width, RowMath& math)
@@ -127,13 +127,13 @@ private:
         row_out_.FreeTensor(out);
     }
 
-    __aicore__ inline void StoreUnit(uint32_t head, uint32_t piece, float unit)
+    __aicore__ inline void StoreUnit(uint32_t head, uint32_t place, float unit)
     {
         AscendC::LocalTensor<float> out = unit_out_.AllocTensor<float>();
         AscendC::Duplicate(out, unit, static_cast<int32_t>(kUnitCopies));
         unit_out_.EnQue(out);
         out = unit_out_.DeQue<float>();
-        AscendC::DataCopy(units_[(static_cast<uint64_t>(head) * t_.blocks + piece) * kUnitCopies], out, kUnitCopies);
+        AscendC::DataCopy(units_[(static_cast<uint64_t>(head) * t_.blocks + place) * kUnitCopies], out, kUnitCopies);
         unit_out_.FreeTensor(out);
     }
 
@@ -143,12 +143,13 @@ private:
         const uint32_t width = Least(kFloats, t_.dim - first), blocks = DivideUp(keys.rows, kBlockKeys);
         if (blocks < 2) return;
         RowMath math(0, width);
-        AscendC::LocalTensor<half> in = LoadRows(anchors_[AnchorRow(head, keys.piece, 0) + first], width, 1, t_.anchor_rows);
+        const AscendC::GlobalTensor<half> from = anchors_[AnchorRow(head, keys.place, 0) + first];
+        AscendC::LocalTensor<half> in = LoadRows(from, width, 1, t_.anchor_rows);
         columns_.BeginFrames(in, math);
         half_in_.FreeTensor(in);
         for (uint32_t block = 1; block < blocks; block += kBlockKeys) {
             const uint32_t count = Least(kBlockKeys, blocks - block);
-            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, keys.piece + block, 0) + first];
+            const AscendC::GlobalTensor<half> rows = anchors_[AnchorRow(head, keys.place + block, 0) + first];
             in = LoadRows(rows, width, count, t_.anchor_rows);
             columns_.FindFrames(in, width, count);
             half_in_.FreeTensor(in);

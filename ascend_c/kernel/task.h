@@ -23,6 +23,7 @@ struct Task {
     uint32_t head = 0;
     uint32_t kv_head = 0;  // over all batch entries
     uint32_t keys = 0;     // that exist in this batch entry, or packed sequence
+    bool padding = false;  // rows behind the last packed sequence
     int64_t shift = 0;     // keys before the one that the first row is aligned with; below 0: rows before the first key
     uint64_t query_row = 0;  // the first row of the sequence, over all heads and batch entries
     uint64_t key_row = 0;    // its first key, and its first block of keys, over all KV heads and batch entries
@@ -48,14 +49,14 @@ public:
         slots_ = DivideUp(tiling_.rows, tiling_.tile_rows * tiling_.lanes);
         const uint32_t sequences = tiling_.sequences;
         if (sequences == 0) return;
-        slots_ = PackedPieces(tiling_.rows, sequences + 1);  // rows behind the last sequence have tiles, too
+        slots_ = PackedPlaces(tiling_.rows, sequences + 1);  // rows behind the last sequence have tiles, too
         queries_.Init(starts, sequences, tiling_.rows);
         keys_.Init(starts + (sequences + 1) * sizeof(int32_t), sequences, tiling_.keys);
     }
 
     // The group's task number `turn`; false when there is none. Long tasks are dealt first, to and fro, so that with a
-    // causal mask all groups get about the same work. Packed sequences are dealt from the last to the first; a number of a
-    // tile that has no rows is a task, too.
+    // causal mask all groups get about the same work. Packed sequences are dealt from the last to the first; the place
+    // of a tile that has no rows is a task, too.
     __aicore__ inline bool Get(uint32_t turn, uint32_t group, uint32_t groups, Task& task)
     {
         return Get(turn, group, groups, tiling_.parts, task);
@@ -75,8 +76,8 @@ public:
         task.steps = 0;
         for (uint32_t i = 0; i < kLanes; ++i) {
             LaneTask& lane = task.lane[i];
-            // where starts are wrong, a number below 0 wraps beyond all rows
-            lane.first_row = ((slot - queries.piece) * tiling_.lanes + i) * tiling_.tile_rows;
+            // where starts are wrong, a place before the first one wraps beyond all rows
+            lane.first_row = ((slot - queries.place) * tiling_.lanes + i) * tiling_.tile_rows;
             const bool used = i < tiling_.lanes && lane.first_row < queries.rows;
             lane.rows = used ? Least(tiling_.tile_rows, queries.rows - lane.first_row) : 0;
             lane.steps = used ? DivideUp(Seen(task, lane.first_row + lane.rows - 1), kBlockKeys) : 0;
@@ -148,13 +149,14 @@ private:
         if (tiling_.sequences > 0) {
             const uint32_t sequence = queries_.Find(slot);
             queries = queries_.Of(sequence);
-            keys = sequence < tiling_.sequences ? keys_.Of(sequence) : Span();
+            task.padding = sequence == tiling_.sequences;
+            keys = task.padding ? Span() : keys_.Of(sequence);
             task.shift = static_cast<int64_t>(keys.rows) - queries.rows;
         }
         task.keys = keys.rows;
         task.query_row = static_cast<uint64_t>(task.head) * tiling_.rows + queries.first;
         task.key_row = static_cast<uint64_t>(task.kv_head) * tiling_.keys + keys.first;
-        task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks + keys.piece;
+        task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks + keys.place;
         task.tile = static_cast<uint64_t>(task.head) * slots_ + slot;
         return queries;
     }
@@ -181,7 +183,7 @@ private:
     Visits visits_;
     AscendC::GlobalTensor<int32_t> lengths_;
     PackedRows queries_, keys_;
-    uint32_t slots_ = 0;  // tiles of a head, or pairs of them; of packed sequences, their numbers
+    uint32_t slots_ = 0;  // tiles of a head, or pairs of them; of packed sequences, their places
 };
 
 }  // namespace pasa

@@ -15,8 +15,8 @@ struct VectorProbeArguments {
     GM_ADDR z;
 };
 
-// z of x and y, by one vector core: exp(x), ln(x), x / y, the FP16 product x y, the integer x y + y with the first eight
-// numbers of x for all, the smaller of both by Compare and Select, or x + y.
+// z of x and y, by one vector core: exp(x), ln(x), x / y, the FP16 product x y, the integer x y + y with the first
+// eight numbers of x for all, the smaller of both by Compare and Select, or x + y.
 class VectorProbes {
 public:
     __aicore__ inline VectorProbes(const VectorProbeArguments& arguments, uint32_t count, AscendC::TPipe& pipe)

@@ -14,8 +14,8 @@ protected:
     using HalfTile = AscendC::LocalTensor<half>;
     using FloatTile = AscendC::LocalTensor<float>;
 
-    // Numbers of rows. Those of a lane come first, once for each lane. The exact recovery has one lane, and its last two
-    // are those of blocks with an even and an odd number.
+    // Numbers of rows. Those of a lane come first, once for each lane. The exact recovery has one lane, and its last
+    // two are those of blocks with an even and an odd number.
     enum LaneRow { kMaximum, kSum, kFrame, kOffset, kRaised, kLaneRows };
     enum SharedRow {
         kTop = kLanes * kLaneRows, kHere, kLarger, kKeep, kRowSum, kFirst, kSecond, kThird, kNext, kFactor, kPaperRows,
@@ -177,8 +177,8 @@ protected:
         AddedMasks().EnQue(bias);
     }
 
-    // score_tile_, in nats, with its part of a mask added. Nothing is behind the last key, which a maximum may not find:
-    // it becomes kNothing.
+    // score_tile_, in nats, with its part of a mask added. Nothing is behind the last key, which a maximum may not
+    // find: it becomes kNothing.
     __aicore__ inline void AddMask(const Task& task, uint32_t j, uint32_t rows)
     {
         const uint32_t count = KeysOf(task, tasks_.Block(task, j)), stride = t_.mask.row_stride == 0 ? 0 : kTileBlocks;
@@ -238,8 +238,8 @@ protected:
 
     __aicore__ inline void HideMasked(uint32_t rows, const FloatTile& tile)
     {
-        AscendC::Select(tile, mask_bits_buffer_.Get<uint8_t>(), tile, kHidden, AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE,
-                        kFloats, 2 * rows, AscendC::BinaryRepeatParams());
+        AscendC::Select(tile, mask_bits_buffer_.Get<uint8_t>(), tile, kHidden,
+                        AscendC::SELMODE::VSEL_TENSOR_SCALAR_MODE, kFloats, 2 * rows, AscendC::BinaryRepeatParams());
         AscendC::PipeBarrier<PIPE_V>();
     }
 

@@ -62,7 +62,8 @@ inline void CheckStrides(const char* name, const CacheStrides& s)
     Require(s.page % kFractal == 0, text("pages", s.page) + ", expected a multiple of 16");
 }
 
-// What the plans of all chips share. `shape.rows` are all tokens of q, and `shape.keys` the most that a sequence has room for.
+// What the plans of all chips share. `shape.rows` are all tokens of q, and `shape.keys` the most that a sequence has
+// room for.
 inline DecodeTiling PlanTokens(const AttentionTiling& attention, const Shape& shape, const DecodeLayout& layout,
                                const Settings& settings)
 {

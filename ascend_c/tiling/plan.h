@@ -125,7 +125,7 @@ inline uint32_t WithinLength(int64_t side)
 // Blocks of keys that an anchor row may belong to.
 constexpr uint32_t AnchorBlocks(uint32_t keys, uint32_t sequences)
 {
-    return sequences > 0 ? PackedPieces(keys, sequences) : DivideUp(keys, kBlockKeys);
+    return sequences > 0 ? PackedPlaces(keys, sequences) : DivideUp(keys, kBlockKeys);
 }
 
 inline void CheckPacked(const Shape& shape, const Settings& settings)
@@ -142,6 +142,9 @@ inline AttentionTiling PlanRows(const Shape& shape, const Settings& settings, ui
 {
     CheckShape(shape);
     Require(settings.scale > 0 && std::isfinite(settings.scale), "scale must be positive and finite");
+    Require(settings.left >= -1 && settings.right >= -1,
+            "left=" + std::to_string(settings.left) + " and right=" + std::to_string(settings.right) +
+                " must be -1, which is unlimited, or more");
     Require(!settings.has_mask || !(settings.causal || settings.has_lengths || settings.left >= 0 || settings.right >= 0),
             "a mask comes alone: it has to hide what a causal mask, a window or lengths hide");
     AttentionTiling t{};

@@ -44,8 +44,8 @@ static_assert(UnifiedBytes310P(kMaxDim) <= kUnifiedBuffer310P && L1Bytes310P(kMa
                   L0CBytes310P(kMaxDim) <= kL0COf310P,
               "every head dimension fits");
 
-// The parts that the keys of a tile are cut into, so that no core idles while a few have long tasks. By the model (eval/npu)
-// a block takes some 2 us; a part is worth the launch that merges it from eight blocks on.
+// The parts that the keys of a tile are cut into, so that no core idles while a few have long tasks. By the model
+// (eval/npu) a block takes some 2 us; a part is worth the launch that merges it from eight blocks on.
 inline uint32_t PartsOf(const AttentionTiling& t, uint32_t cores)
 {
     constexpr uint32_t least = 8;

@@ -27,8 +27,11 @@ constexpr uint32_t kCountRows = 7;  // kinds of counts: kernel/counted_rows.h
 // Words of each key block that a tile visits: the block, and bits of 64 rows each.
 PASA_ANYWHERE constexpr uint32_t VisitWords(uint32_t tile_rows) { return 1 + tile_rows / kHalfRows; }
 constexpr uint32_t kVisitWords = VisitWords(kTileRows);
-// Numbers for pieces of 128 rows of packed sequences, some of which have no rows: kernel/packed_rows.h.
-PASA_ANYWHERE constexpr uint32_t PackedPieces(uint32_t rows, uint32_t sequences) { return rows / kTileRows + sequences; }
+// Places of pieces of 128 rows of packed sequences, some of which have no rows: kernel/packed_rows.h.
+PASA_ANYWHERE constexpr uint32_t PackedPlaces(uint32_t rows, uint32_t sequences)
+{
+    return rows / kTileRows + sequences;
+}
 constexpr uint32_t kMaskTileBytes = kHalfRows * kBlockKeys / 8;  // 310P: bits of a mask, of 64 rows and a key block
 constexpr uint32_t kPartNumbers = 4;  // 310P: FP32 numbers of each row that a part of its keys leaves behind, beside O
 constexpr uint32_t kUnitCopies = kBlockBytes / sizeof(float);      // of the unit of a block of keys
@@ -107,8 +110,8 @@ struct CacheStrides {
 };
 
 // A group's workspace of decoding, in bytes from its start. What has two copies is for blocks with an even and an odd
-// number, and partial results are those of the group's first segment and of its last. A core of a 310P has only these, and
-// each is in one piece.
+// number, and partial results are those of the group's first segment and of its last. A core of a 310P has only these,
+// and each is in one piece.
 struct DecodeWorkspace {
     uint64_t keys;     // FP16 (2, 128, D), K'
     uint64_t scores;   // FP32 (2, 64, 128), S

@@ -14,7 +14,8 @@ enum class Mode {
 
 enum class Overflow { inf_nan, saturate };
 
-// What a device may do otherwise than the twin assumes, for tests of probes that have to notice it. Numbers may be wrong.
+// What a device may do otherwise than the twin assumes, for tests of probes that have to notice it. Numbers may be
+// wrong.
 enum class Deviation {
     none,
     exp,            // results off by up to one unit in the last place

@@ -87,6 +87,9 @@ class Call:
         One more score of every row of a head, whose value is 0.
     max_logits : bool
         Also return the largest score (scaled, capped, masked) of each sequence and head.
+    longest : (int or None, int or None)
+        Bounds of the queries and of the keys of a packed sequence, as far as the caller gives them. They choose a
+        kernel, and change results by no more than rounding.
     """
 
     q: Tensor
@@ -104,6 +107,7 @@ class Call:
     softcap: float = 0.0
     sinks: Tensor | None = None
     max_logits: bool = False
+    longest: tuple[int | None, int | None] = (None, None)
 
     def laid_out(self, out: Tensor) -> Tensor:
         """Return the output in the memory order of q; it is copied if it has the other one."""

@@ -53,6 +53,7 @@ CACHE_QUANTISATION = ("enable_c8_quant", "enable_fa_quant")
 """Attributes of vllm-ascend's quantisation, by which a layer gets another class or its cache another dtype."""
 
 INSTEAD = "serve without --attention-backend CUSTOM"
+"""vllm-ascend ignores every other value of that setting."""
 
 
 def is_platform(platform: object) -> bool:
@@ -165,7 +166,7 @@ def backend_class() -> type:
         "AscendAttentionMetadataBuilder": builder,
     }
     differences = class_differences(theirs, parts, AscendCommonAttentionMetadata) + _cache_differences(theirs)
-    refuse_differences(differences, TESTED_NAMES, installed("vllm-ascend"))
+    refuse_differences(differences, TESTED_NAMES, installed("vllm-ascend"), INSTEAD)
     Backend.__name__ = Backend.__qualname__ = NAME
     return Backend
 
@@ -199,6 +200,7 @@ def _implementation(theirs: Any) -> type:
             self.options = LayerOptions.of(
                 scale, sliding_window, logits_soft_cap, sinks,
                 alibi_slopes=alibi_slopes, kv_cache_dtype=kv_cache_dtype, attn_type=attn_type, others=kwargs,
+                advice=INSTEAD,
             )  # fmt: skip
             super().__init__(
                 num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
@@ -252,7 +254,7 @@ def _builder(theirs: Any) -> type:
         """Makes vllm-ascend's metadata of each step, with a `PasaMetadata` as its attribute `pasa`."""
 
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-            check_spec(kv_cache_spec)
+            check_spec(kv_cache_spec, INSTEAD)
             check_kernels(device)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -263,7 +265,7 @@ def _builder(theirs: Any) -> type:
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            metadata.pasa = PasaMetadata.of(without_padding(common_attn_metadata))
+            metadata.pasa = PasaMetadata.of(without_padding(common_attn_metadata), INSTEAD)
             return metadata
 
     return Builder

@@ -27,7 +27,11 @@ def installed(name: str = "vLLM") -> str:
         return f"an unknown version of {name}"
 
 
-def refuse(unsupported: dict[str, bool], advice: str = "use another --attention-backend") -> None:
+INSTEAD = "use another --attention-backend"
+"""What to do where the backend cannot serve; other platforms of vLLM may ignore that setting."""
+
+
+def refuse(unsupported: dict[str, bool], advice: str = INSTEAD) -> None:
     """Raise NotImplementedError that names all options which are set and unsupported, and says what to do.
 
     The message names all of them, because each restart of a server takes minutes.
@@ -50,12 +54,12 @@ def refuse_unknown(v1: Any, parts: dict[str, type]) -> None:
     refuse_differences(differences, TESTED, installed())
 
 
-def refuse_differences(differences: list[str], tested: str, here: str) -> None:
+def refuse_differences(differences: list[str], tested: str, here: str, advice: str = INSTEAD) -> None:
     """Raise NotImplementedError that lists the differences between the installed version and the tested ones."""
     if differences:
         raise NotImplementedError(
             f"pasa's attention backend was tested with {tested}. {here} has another interface: "
-            f"{'; '.join(differences)}. Install one of the tested versions, or use another --attention-backend"
+            f"{'; '.join(differences)}. Install one of the tested versions, or {advice}"
         )
 
 
@@ -97,7 +101,7 @@ def _cache_differences(v1: Any) -> list[str]:
     return [] if shape == expected else [f"a cache of {shape} bytes where {expected} was expected"]
 
 
-def check_spec(spec: Any) -> None:
+def check_spec(spec: Any, advice: str = INSTEAD) -> None:
     """Raise NotImplementedError if a layer's cache cannot be read; `spec` is vLLM's AttentionSpec."""
     keys, values = spec.head_size, getattr(spec, "head_size_v", spec.head_size)
     unsupported = {
@@ -105,8 +109,7 @@ def check_spec(spec: Any) -> None:
         f"head_size={keys} and head_size_v={values}": keys != values,
     }
     if refused := [name for name, is_set in unsupported.items() if is_set]:
-        advice = "serve with --dtype float16, or use another --attention-backend"
-        refuse({f"a cache with {', '.join(refused)}": True}, advice)
+        refuse({f"a cache with {', '.join(refused)}": True}, f"serve with --dtype float16, or {advice}")
 
 
 def check_schedule(vllm_config: Any) -> None:

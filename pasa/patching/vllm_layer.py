@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pasa.config import PasaConfig
 from pasa.paged import attention_paged, write_pages
-from pasa.patching.vllm_interface import TESTED, installed, refuse
+from pasa.patching.vllm_interface import INSTEAD, TESTED, installed, refuse
 
 
 @dataclass
@@ -39,12 +39,11 @@ class PasaMetadata:
     cu_seqlens_q: Tensor | None
 
     @classmethod
-    def of(cls, common: Any) -> PasaMetadata:
+    def of(cls, common: Any, advice: str = INSTEAD) -> PasaMetadata:
         """Convert vLLM's CommonAttentionMetadata; only lengths that are on the host are read, so nothing waits."""
         if common.causal is not True:
             raise NotImplementedError(
-                f"pasa's attention backend is for causal attention, and vLLM asks for causal={common.causal}: use "
-                "another --attention-backend"
+                f"pasa's attention backend is for causal attention, and vLLM asks for causal={common.causal}: {advice}"
             )
         decodes = common.num_reqs
         if common.max_query_len > 1:
@@ -110,11 +109,12 @@ class LayerOptions:
         kv_cache_dtype: str,
         attn_type: str,
         others: dict[str, Any],
+        advice: str = INSTEAD,
     ) -> LayerOptions:
         """Convert the arguments of vLLM's AttentionImpl; raise NotImplementedError that names unsupported ones.
 
         vLLM counts a query's own key to its window, and passes 0 for no soft cap. `others` are arguments that only some
-        models have.
+        models have, and `advice` is what to do instead.
         """
         refuse(
             {
@@ -122,7 +122,8 @@ class LayerOptions:
                 f"kv_cache_dtype={kv_cache_dtype!r}": kv_cache_dtype not in ("auto", "float16"),
                 f"attn_type={attn_type!r}": attn_type != "decoder",
                 **{f"{name}={value!r}": True for name, value in others.items()},
-            }
+            },
+            advice,
         )
         window = None if sliding_window is None else (sliding_window - 1, 0)
         return cls(float(scale), window, logits_soft_cap or None, sinks)

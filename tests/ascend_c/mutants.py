@@ -323,12 +323,16 @@ RULES = {
         "",
     ),
     "tiles of a packed sequence are counted from the first sequence": (
-        "lane.first_row = ((slot - queries.piece) * tiling_.lanes + i) * tiling_.tile_rows;",
+        "lane.first_row = ((slot - queries.place) * tiling_.lanes + i) * tiling_.tile_rows;",
         "lane.first_row = (slot * tiling_.lanes + i) * tiling_.tile_rows;",
     ),
     "rows behind the last packed sequence see keys": (
-        "keys = sequence < tiling_.sequences ? keys_.Of(sequence) : Span();",
+        "keys = task.padding ? Span() : keys_.Of(sequence);",
         "keys = keys_.Of(sequence);",
+    ),
+    "rows behind the last packed sequence have a sink": (
+        "if (t_.has_sinks && !task.padding)",
+        "if (t_.has_sinks)",
     ),
     "queries of a packed sequence are the first ones": (
         "task.query_row = static_cast<uint64_t>(task.head) * tiling_.rows + queries.first;",
@@ -339,12 +343,12 @@ RULES = {
         "task.key_row = static_cast<uint64_t>(task.kv_head) * tiling_.keys;",
     ),
     "anchors of a packed sequence are the first ones": (
-        "task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks + keys.piece;",
+        "task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks + keys.place;",
         "task.key_block = static_cast<uint64_t>(task.kv_head) * tiling_.blocks;",
     ),
     "the first piece of a packed sequence belongs to the one before": (
-        "if (Piece(middle) <= piece)",
-        "if (Piece(middle) < piece)",
+        "if (Place(middle) <= place)",
+        "if (Place(middle) < place)",
     ),
     "packed lengths may end behind the last row": (
         "return Clamped(starts_.GetValue(sequence), rows_);",
@@ -360,7 +364,7 @@ RULES = {
     ),
     "only the first packed sequence has a mean above its anchor": (
         "if (begins)",
-        "if (piece == 0)",
+        "if (place == 0)",
     ),
     "page numbers are not clamped": (
         "page = Clamped(table_.GetValue(uint64_t{item.sequence} * columns_ + index), pages_ - 1);",

@@ -246,7 +246,7 @@ CALLS = [
     random_call(2, 2, 2, 130, 255, 64, causal=True, exact=False),
     random_call(1, 1, 1, 40, 30, 64, causal=True, exact=False),  # one tile, and rows in it that see nothing
     random_call(1, 1, 1, 40, 30, 64, causal=True, scale=1e-5),  # the same, and masked scores that are not far below
-    packed_call([(70, 130), (130, 140), (20, 150)], bias=20.0, causal=True),  # every number of a piece has keys
+    packed_call([(70, 130), (130, 140), (20, 150)], bias=20.0, causal=True),  # every place of a piece has keys
 ]
 
 
@@ -258,7 +258,10 @@ def wrong_starts(queries, keys):
 # Packed sequences with places of anchors that hold nothing, which shift_keys leaves as they were.
 PACKED = [
     packed_call([(0, 40), (130, 0), (65, 140), (1, 3)], heads=2, bias=20.0, window=(40, 3)),
-    replace(packed_call([(70, 150), (60, 20), (70, 20)]), starts=torch.tensor([[0, 70, 130], [0, 150, 170]])),
+    replace(
+        packed_call([(70, 150), (60, 20), (70, 20)], sinks=torch.tensor([4.0, -1.0])),
+        starts=torch.tensor([[0, 70, 130], [0, 150, 170]]),
+    ),
     wrong_starts([0, 100, 5000], [0, 100, 5000]),
     wrong_starts([60, 0, 60], [60, 0, 100]),
 ]

@@ -122,14 +122,18 @@ def test_what_calls_may_ask_for(kernels, name):
                 assert torch.equal(result[each][..., rows, :] if each == "out" else result[each][..., rows], expected)
 
 
-def test_rows_behind_the_last_sequence(kernels):
-    """Rows that belong to no sequence give 0 and -inf, and what stands in keys of none reaches no row."""
-    x = packed_call([(70, 150), (60, 20)])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([4.0, -1.0])], ids=["plain", "sinks"])
+def test_rows_behind_the_last_sequence(kernels, sinks):
+    """Rows that belong to no sequence give 0 and -inf, and what stands in keys of none reaches no row.
+
+    Story: their log-sum-exp was their sink, as that of a sequence's rows without keys.
+    """
+    x = packed_call([(70, 150), (60, 20)], sinks=sinks)
     expected = launch_attention(kernels, x, shifted_by_reference(x))
     longer = packed_call([(70, 150), (60, 20), (140, 130)])
     longer.k[:, :, 170:] = torch.nan
     longer.q[:, :, :130], longer.k[:, :, :170], longer.v[:, :, :170] = x.q, x.k, x.v
-    longer = Call(longer.q, longer.k, longer.v, starts=x.starts)
+    longer = Call(longer.q, longer.k, longer.v, starts=x.starts, sinks=sinks)
     shifted = launch_shift(kernels, longer)
     assert shifted.report["ok"], shifted.report["fault"]
     result = launch_attention(kernels, longer, shifted.arrays)

@@ -1,5 +1,7 @@
 """Packed sequences through the binding on the CPU twin: dispatch, refusals and shapes."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -8,7 +10,7 @@ import pasa
 from pasa.ops import arguments
 from pasa.ops.attention.ascend import backend as npu_backend
 from pasa.ops.attention.ascend import decode as npu_decode
-from tests.ascend_c import test_binding, test_decode_binding
+from tests.ascend_c import test_decode_binding, test_refusals
 from tests.ascend_c.test_decode_binding import CHECKS, ints
 from tests.inputs import normal_qkv
 
@@ -22,11 +24,18 @@ def packed_qkv(dim=32, heads=(4, 2)):
 # ---- dispatch
 
 
-def test_packed_calls_are_neither_padded_nor_read_on_the_host(npu, monkeypatch):
-    """The kernels get all rows of all sequences, and lengths on a device stay there.
+def refuse_reading(monkeypatch):
+    """Let every read of a tensor's value on the host fail, but for checks of what lies in host memory.
 
-    Here the CPU plays the device: only the check of lengths in host memory, which a device does not have, reads them.
+    Here the CPU plays the device, which has no such checks.
     """
+    monkeypatch.setattr(npu_backend.Call, "edges", lambda call: None)
+    for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, _refuse)
+
+
+def test_packed_calls_are_neither_padded_nor_read_on_the_host(npu, monkeypatch):
+    """The kernels get all rows of all sequences, and lengths on a device stay there."""
     shapes, gathered, kernels = [], [], npu_backend._on_a2
 
     def launch(call, q, k, *rest):
@@ -35,10 +44,8 @@ def test_packed_calls_are_neither_padded_nor_read_on_the_host(npu, monkeypatch):
 
     monkeypatch.setattr(npu_backend, "_on_a2", launch)
     monkeypatch.setattr(npu_backend, "attend_padded", lambda *_: gathered.append(1))
-    monkeypatch.setattr(npu_backend.Call, "edges", lambda call: None)
-    for name in ("tolist", "item", "__bool__", "__int__"):
-        monkeypatch.setattr(torch.Tensor, name, _refuse)
-    call = arguments.packed(*packed_qkv(), *EDGES, None, True, 0.2, -1, -1, 0.0)
+    refuse_reading(monkeypatch)
+    call = arguments.packed(*packed_qkv(), *EDGES, None, 235, 200, True, 0.2, -1, -1, 0.0)
     npu_backend.attend(call)
     assert shapes == [((1, 4, 400, 32), (1, 2, 353, 32))]
     assert not gathered
@@ -46,6 +53,32 @@ def test_packed_calls_are_neither_padded_nor_read_on_the_host(npu, monkeypatch):
 
 def _refuse(*_):
     raise AssertionError("a value was read on the host")
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("kind", ["packed", "pages", "pages of prompts"])
+def test_decoding_reads_nothing_on_the_host(npu, launches, monkeypatch, kind, sinks):
+    """Lengths, tables and starts on a device stay there, so that no call waits and graphs can be captured."""
+    x = test_decode_binding.paged(lengths=[300, 1, 0], starts=[0, 1, 4, 5] if "prompts" in kind else None)
+    if kind == "packed":
+        q, k, v = packed_qkv()
+        edges = torch.tensor([0, 1, 3, 3, 4, 6]), EDGES[1]
+        call = arguments.packed(q[:6], k, v, *edges, sinks, 2, 200, True, 0.2, -1, -1, 0.0)
+    else:
+        longest = 3 if "prompts" in kind else None, 300
+        tables = x.table, x.lengths, x.starts, *longest, None
+        call = arguments.paged(x.q, x.k, x.v, *tables, sinks, True, 0.2, -1, -1, 0.0)
+    refuse_reading(monkeypatch)
+    npu_backend.attend(call)
+    assert len(launches) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches of the kernel of decoding."""
+    made, launch = [], npu_decode._launch
+    monkeypatch.setattr(npu_decode, "_launch", lambda *given: (made.append(1), launch(*given))[1])
+    return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -77,15 +110,51 @@ def test_a_query_that_is_not_finite_reaches_its_row_alone(npu, how, is_causal, m
     torch.testing.assert_close(out, expected, atol=2.0**-9, rtol=2.0**-8, equal_nan=True)
 
 
-@pytest.mark.parametrize(("rows", "decodes"), [(48, True), (49, False)])
-def test_sequences_of_a_few_rows_on_average_are_decoded(npu, monkeypatch, rows, decodes):
-    launched = []
-    launch = npu_decode._launch
-    monkeypatch.setattr(npu_decode, "_launch", lambda *given: (launched.append(1), launch(*given))[1])
-    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 1), (2 * rows, 100), 16))
-    edges = torch.tensor([0, 2, 2 * rows]), torch.tensor([0, 40, 100])
-    pasa.attention_varlen(q, k, v, *edges, 235, 200, backend="npu")
-    assert bool(launched) == decodes
+# The number of queries and of keys of each sequence; 48 queries of 4 heads take three tiles.
+CHOICES = {
+    "a few queries each": ([(48, 60)] * 2, True),
+    "many queries each": ([(49, 60)] * 2, False),
+    "single queries": ([(1, 70)] * 5, True),
+    "a prompt beside single queries of many keys": ([(128, 128), *[(1, 300)] * 8], True),
+    # story: there are few queries on average, and the prompt took eight tiles that read all of its keys
+    "a prompt beside sequences of one token": ([(128, 128), *[(1, 1)] * 20], False),
+    "a prompt beside sequences without queries": ([(128, 128), *[(0, 10)] * 20], False),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_is_chosen_by_the_longest_sequences(npu, launches, name):
+    """Both kernels give the same, so only the launch tells which one was chosen."""
+    lengths, decodes = CHOICES[name]
+    rows, keys = (torch.tensor(each) for each in zip(*lengths, strict=True))
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 1), (int(rows.sum()), int(keys.sum())), 16))
+    edges = [torch.nn.functional.pad(each.cumsum(0), (1, 0)) for each in (rows, keys)]
+    longest = int(rows.max()), int(keys.max())
+    pasa.attention_varlen(q, k, v, *edges, *longest, backend="npu")
+    assert bool(launches) == decodes
+
+
+def test_without_the_longest_sequences_a_prompt_is_feared(npu, launches):
+    """The operator takes calls without bounds: one sequence may then have all queries but few."""
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 1), (96, 120), 16))
+    edges = torch.tensor([0, 48, 96]), torch.tensor([0, 60, 120])
+    call = [torch.ops.pasa.attention_varlen(q, k, v, *edges, None, *longest, backend="npu")[0]
+            for longest in ((None, None), (48, 60))]  # fmt: skip
+    assert len(launches) == 1
+    torch.testing.assert_close(*call, atol=2.0**-9, rtol=2.0**-8)
+
+
+def test_rows_behind_the_last_sequence_are_padding():
+    """On a device the last sequence may end before the last row; the kernel of decoding does not write such rows."""
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (7, 30), 16))
+    starts = ints([0, 2, 5], [0, 10, 30])
+    call = arguments.packed(q, k, v, *starts, torch.ones(4), 3, 20, False, 0.25, -1, -1, 0.0)
+    chip = npu_decode.Chip(lambda call, x: (x.q + torch.nan, x.q[..., 0].float()), npu_decode.most_tiles_on_a2)
+    out, lse = npu_decode.decode_packed(chip, call, q, k, v, starts)
+    assert out[:5].isnan().all()
+    assert not out[5:].any()
+    assert lse[:5].isfinite().all()
+    assert lse[5:].isneginf().all()
 
 
 # ---- refusals
@@ -106,6 +175,18 @@ def test_wrong_lengths_in_host_memory_are_named_by_the_public_function(npu, name
         pasa.attention_varlen(*packed_qkv(), edges["q"], edges["k"], 400, 354, backend="npu")
 
 
+@pytest.mark.parametrize("recovery", ["exact", "paper"])
+@pytest.mark.parametrize("device", ["q", "k"])
+def test_lengths_on_two_devices_are_refused(npu, recovery, device):
+    """Those in host memory would be checked, and those on the device would not."""
+    edges = [x.to("meta") if name == device else x for name, x in zip("qk", EDGES, strict=True)]
+    call = arguments.packed(*packed_qkv(), *EDGES, None, 235, 200, True, 0.2, -1, -1, 0.0)
+    call.cu_q, call.cu_k = edges
+    call.options = dataclasses.replace(call.options, recovery=recovery)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is on .* but cu_seqlens_k is on .*: put both on one device"):
+        npu_backend.attend(call)
+
+
 def attention_arguments(**changed):
     """Arguments of npu_attention that are in order: three packed sequences."""
     half = {"dtype": torch.float16}
@@ -118,7 +199,7 @@ def attention_arguments(**changed):
         "lengths": None,
         "starts": ints([0, 5, 5, 20], [0, 130, 150, 150]),
     }
-    return test_binding.call_arguments(**given | changed)
+    return test_refusals.call_arguments(**given | changed)
 
 
 def decode_arguments(**changed):

@@ -7,9 +7,10 @@
 
 namespace pasa {
 
-// One query tile of 64 rows at a time, and the key blocks that it visits, one step each. While the vector unit makes the
-// weights of a step, the cube unit forms the scores of the next; P V of a step is added to the output after the softmax of
-// the next. Rows that have not begun have weights of masked scores, which Rescale takes away when they begin.
+// One query tile of 64 rows at a time, and the key blocks that it visits, one step each. While the vector unit makes
+// the weights of a step, the cube unit forms the scores of the next; P V of a step is added to the output after the
+// softmax of the next. Rows that have not begun have weights of masked scores, which Rescale takes away when they
+// begin.
 class CoreAttention : private CoreState {
 public:
     __aicore__ inline CoreAttention(const Arguments& arguments, const AttentionTiling& tiling, AscendC::TPipe& pipe)
@@ -97,8 +98,8 @@ private:
         CopyOut(offsets_, c, anchor_rows_ * rows_);
         products_.FreeOffsets(c);
     }
-    // The tile to nats, and kReference to the row's largest score so far less 11 ln 2. kGap becomes the same as seen from
-    // the tile, and kKeep the factor of the output so far.
+    // The tile to nats, and kReference to the row's largest score so far less 11 ln 2. kGap becomes the same as seen
+    // from the tile, and kKeep the factor of the output so far.
     __aicore__ inline void MoveReference(const Task& task, uint32_t j)
     {
         const uint32_t block = tasks_.Block(task, j), anchor_row = 2 * (block - offset_block_);
@@ -152,8 +153,8 @@ private:
         RaiseReference();
     }
 
-    // Scores that a row does not see become kHiddenNats: keys that do not exist, those beside the edges of a causal mask or
-    // a window, and those that a mask hides.
+    // Scores that a row does not see become kHiddenNats: keys that do not exist, those beside the edges of a causal
+    // mask or a window, and those that a mask hides.
     __aicore__ inline void Hide(const Task& task, uint32_t block, FractalTile& tile)
     {
         const uint32_t count = KeysOf(task, block), first_key = block * kBlockKeys;

@@ -1,5 +1,5 @@
-// The cube unit's part of attention on an Ascend 310P, of tiles that lie in L1: S' = Q K'^T, P V and P 1, and products of
-// rows with the queries. They are FP32 in L0C, from where the vector unit copies them to UB.
+// The cube unit's part of attention on an Ascend 310P, of tiles that lie in L1: S' = Q K'^T, P V and P 1, and products
+// of rows with the queries. They are FP32 in L0C, from where the vector unit copies them to UB.
 #pragma once
 
 #include "../multiply.h"

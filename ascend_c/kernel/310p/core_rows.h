@@ -1,5 +1,5 @@
-// The rows of a tile on a core of an Ascend 310P: their numbers, their output so far, and the tile of scores and weights.
-// Where the results lie in memory is for who derives from this.
+// The rows of a tile on a core of an Ascend 310P: their numbers, their output so far, and the tile of scores and
+// weights. Where the results lie in memory is for who derives from this.
 #pragma once
 
 #include "../key_blocks.h"
@@ -7,14 +7,15 @@
 
 namespace pasa {
 
-// The reference of a row before its first key, in nats: below every score, which is above -2^123, and below kHiddenNats.
-// Its distance to any of them is an FP32 number.
+// The reference of a row before its first key, in nats: below every score, which is above -2^123, and below
+// kHiddenNats. Its distance to any of them is an FP32 number.
 constexpr float kBeforeAll = -0x1p125f;
 // A score that a row does not see, in nats.
 constexpr float kHiddenNats = -0x1p124f;
-// 11 ln 2: weights are exp(score - reference), and the reference is this much below the row's largest score. FP32 rounds
-// that distance to its grid, a power of two: to 8 where the grid is 1, 2, 4 or 8 nats, and to 0 where it is coarser. So a
-// weight is at most e^8 = 2981 at any score, and FP16 rounds one to zero only 24.9 nats below the largest.
+// 11 ln 2: weights are exp(score - reference), and the reference is this much below the row's largest score. FP32
+// rounds that distance to its grid, a power of two: to 8 where the grid is 1, 2, 4 or 8 nats, and to 0 where it is
+// coarser. So a weight is at most e^8 = 2981 at any score, and FP16 rounds one to zero only 24.9 nats below the
+// largest.
 constexpr float kBelowLargest = 7.624618986f;
 
 class CoreRows {
@@ -23,9 +24,9 @@ protected:
     using FloatTile = AscendC::LocalTensor<float>;
     using HalfTile = AscendC::LocalTensor<half>;
 
-    // Numbers of rows. These are nats: kReference, what the weights are relative to; kFrame and kFramed, q.f of the blocks
-    // so far and of this one; kBest, the largest score so far; kOffset, q.(a - f) of this block; kGap, the reference as
-    // seen from its scores. A part of the keys leaves the first ones behind.
+    // Numbers of rows. These are nats: kReference, what the weights are relative to; kFrame and kFramed, q.f of the
+    // blocks so far and of this one; kBest, the largest score so far; kOffset, q.(a - f) of this block; kGap, the
+    // reference as seen from its scores. A part of the keys leaves the first ones behind.
     enum RowNumber {
         kReference, kSum, kFrame, kBest,
         kFramed, kOffset, kGap, kTop, kRaised, kKeep, kScratch, kRows

@@ -5,9 +5,9 @@
 
 namespace pasa {
 
-// The blocks of all keys are cut into equal parts for the cores (decode_task.h). While the vector unit makes the weights of
-// a block, the cube unit forms the scores of the next. Parts of an item are merged in a launch of its own, because no flags
-// join cores.
+// The blocks of all keys are cut into equal parts for the cores (decode_task.h). While the vector unit makes the
+// weights of a block, the cube unit forms the scores of the next. Parts of an item are merged in a launch of its own,
+// because no flags join cores.
 class CoreDecode : private DecodeRows {
 public:
     __aicore__ inline CoreDecode(const DecodeArguments& arguments, const DecodeTiling& tiling, AscendC::TPipe& pipe)
@@ -190,8 +190,8 @@ private:
         half_out_.FreeTensor(frame);
     }
 
-    // Parts merge in the columns that the frames of all of them have. So what a reference gains by the change of frames is
-    // bounded by keys of its own part.
+    // Parts merge in the columns that the frames of all of them have. So what a reference gains by the change of frames
+    // is bounded by keys of its own part.
     __aicore__ inline void AddParts(const DecodeItem& item)
     {
         uint32_t core = AscendC::GetBlockIdx();

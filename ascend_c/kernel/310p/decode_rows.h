@@ -8,8 +8,8 @@
 
 namespace pasa {
 
-// Queries, keys and values come to UB in pieces of at most 128 rows and 128 columns, each as it lies in memory, and leave it
-// as fractals.
+// Queries, keys and values come to UB in pieces of at most 128 rows and 128 columns, each as it lies in memory, and
+// leave it as fractals.
 class DecodeRows : protected CoreRows {
 protected:
     __aicore__ inline DecodeRows(const DecodeArguments& arguments, const DecodeTiling& tiling, AscendC::TPipe& pipe)

@@ -1,4 +1,5 @@
-// Tiles of fractals on an Ascend 310P: L0C, L1, UB, and K' and V in memory hold 16 columns of all rows, then the next 16.
+// Tiles of fractals on an Ascend 310P: L0C, L1, UB, and K' and V in memory hold 16 columns of all rows, then the next
+// 16.
 #pragma once
 
 #include "../rows.h"

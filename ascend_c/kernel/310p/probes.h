@@ -7,8 +7,8 @@
 
 namespace pasa {
 
-// A B^T, where k is at most 128: of A that comes from memory in pieces, as queries do in prefill; of A that comes from UB, as
-// in decoding; and the first with a further product, with the constant kReferenceWeight.
+// A B^T, where k is at most 128: of A that comes from memory in pieces, as queries do in prefill; of A that comes from
+// UB, as in decoding; and the first with a further product, with the constant kReferenceWeight.
 class CoreProductProbe {
 public:
     __aicore__ inline CoreProductProbe(const ProductProbeArguments& arguments, AscendC::TPipe& pipe)

@@ -66,6 +66,10 @@ def attend(call: Call) -> Results:
             _table(counts, call.scale) if call.diagnose else None,
         )
 
+    if call.cu_q.device != call.cu_k.device:
+        raise ValueError(
+            f"cu_seqlens_q is on {call.cu_q.device} but cu_seqlens_k is on {call.cu_k.device}: put both on one device"
+        )
     if call.q.numel() == 0 or call.k.numel() == 0:
         return attend_apart(attend, call)  # launches nothing
     if call.options.recovery == "paper" or architecture() == on_310p.ARCHITECTURE:
@@ -76,9 +80,10 @@ def attend(call: Call) -> Results:
 def _attend_packed(call: Call, cu_q: Tensor, cu_k: Tensor) -> Results:
     """Attend within packed sequences by the exact recovery on Atlas A2, whose kernels read the lengths.
 
-    Lengths in host memory are checked; those on a device would have to be waited for.
+    Lengths in host memory are checked; those on a device would have to be waited for. Rows behind the last sequence
+    are padding, and give 0 and LSE -inf.
     """
-    if cu_q.device.type == cu_k.device.type == "cpu":
+    if cu_q.device.type == "cpu":
         call.edges()
     tensors = to_fp16(call.q, "q"), to_fp16(call.k, "k"), to_fp16(call.v, "v")
     starts = torch.stack([x.to(call.q.device, torch.int32) for x in (cu_q, cu_k)])

@@ -6,6 +6,7 @@ from the device, so calls can be captured in a graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from pasa.ops.attention.call import NO_WINDOW, Call, capturing, to_fp16
 from pasa.ops.numerics.dither import COLUMNS
 
 TILE_ROWS = 64  # kDecodeRows in ascend_c/tiling/tiling.h
+PREFILL_ROWS = 128  # kTileRows there
 MOST_STRIDE = 65535  # numbers between neighbouring keys: what a copy into the matrix unit's memory can express
 
 
@@ -56,16 +58,24 @@ class Chip(NamedTuple):
     kernel : function
         Launches the kernel, for finite queries; returns output and LSE.
     most_tiles : function
-        Returns the most tiles of a sequence that are decoded, for `group` query heads of a key head and a head
-        dimension.
+        Returns how many tiles of decoding take as long as prefill of a sequence, for its tokens, the query heads of a
+        key head, and the head dimension.
     """
 
     kernel: Callable[[Call, Operands], tuple[Tensor, Tensor]]
-    most_tiles: Callable[[int, int], int]
+    most_tiles: Callable[[int, int, int], int]
 
     def takes(self, tokens: int, group: int, dim: int) -> bool:
         """Return whether `tokens` of a sequence are few, for `group` query heads of a key head."""
-        return group <= TILE_ROWS and -(-tokens // (TILE_ROWS // group)) <= self.most_tiles(group, dim)
+        return self.lost_tiles(tokens, group, dim) <= 0
+
+    def lost_tiles(self, tokens: int, group: int, dim: int) -> float:
+        """Return how many tiles of its time decoding loses against prefill; it loses nothing from 0 down.
+
+        Infinitely many if a tile cannot hold a token.
+        """
+        tiles = -(-tokens // (TILE_ROWS // group)) if group <= TILE_ROWS else math.inf
+        return tiles - self.most_tiles(tokens, group, dim)
 
 
 def decodes(chip: Chip, call: Call, q: Tensor, k: Tensor) -> bool:
@@ -88,12 +98,23 @@ def decode(chip: Chip, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Ten
 
 
 def decodes_packed(chip: Chip, call: Call) -> bool:
-    """Return whether the kernel serves a packed call: sequences have few rows, on average.
+    """Return whether the kernel serves a packed call: it takes no longer than prefill, as far as the host can know.
 
-    The call does not carry the longest. A prompt among many short sequences takes a tile for every few tokens.
+    The host knows the longest sequences and the sums of all lengths. It takes as many sequences as possible to have the
+    most queries and the most keys, and the others to have one query and the keys that are left. A bound that is not
+    given is the sum.
     """
-    count, heads, dim = call.q.shape
-    return _plain(call) and chip.takes(-(-count // call.sequences), heads // call.k.shape[1], dim)
+    (count, heads, dim), keys = call.q.shape, len(call.k)
+    group = heads // call.k.shape[1]
+    longest, most_keys = (min(most or n, n) for most, n in zip(call.longest, (count, keys), strict=True))
+    if not _plain(call) or group > TILE_ROWS:
+        return False
+    if chip.takes(longest, group, dim):
+        return True
+    long = max(1, (count - call.sequences) // (longest - 1))
+    long_keys = min(keys, long * most_keys)
+    gained = -chip.lost_tiles(1, group, dim)
+    return long_keys * chip.lost_tiles(longest, group, dim) <= (keys - long_keys) * gained
 
 
 def decode_packed(chip: Chip, call: Call, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,13 +207,14 @@ def _launch(chip: Chip, call: Call, x: Operands) -> tuple[Tensor, Tensor]:
     return out.masked_fill(not_finite.unsqueeze(-1), torch.nan), lse.masked_fill(not_finite, torch.nan)
 
 
-def most_tiles_on_a2(group: int, _: int) -> int:
-    """Return the most tiles of a sequence for which decoding is faster than prefill on Atlas A2.
+def most_tiles_on_a2(tokens: int, group: int, _: int) -> int:
+    """Return how many tiles of decoding take as long as prefill on Atlas A2: `Chip.most_tiles`.
 
-    Each tile reads the keys, as each query head does in prefill. By the model (eval/npu), a block of keys takes a tile
-    of 64 rows 1.4 us, a query head in prefill 0.5 us or more, and the pass that shifts keys for prefill 3.3 us.
+    Each tile of decoding reads the keys, as each tile of a query head does in prefill. By the model (eval/npu), a block
+    of keys takes a tile of decoding 1.4 us, a tile of prefill 0.5 us or more, and the pass that shifts keys for prefill
+    3.3 us.
     """
-    return 2 + group // 3
+    return 2 + group * -(-tokens // PREFILL_ROWS) // 3
 
 
 def on_a2(call: Call, x: Operands) -> tuple[Tensor, Tensor]:

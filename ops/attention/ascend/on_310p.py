@@ -67,8 +67,8 @@ def attend(
     return _to_heads(out[:, :, :count], token_rows), lse, largest
 
 
-def most_tiles(_: int, dim: int) -> int:
-    """Return the most tiles of a sequence for which decoding is faster than prefill, whatever the number of heads.
+def most_tiles(_tokens: int, _group: int, dim: int) -> int:
+    """Return how many tiles of decoding take as long as prefill, whatever the rows and heads: `decode.Chip.most_tiles`.
 
     Prefill, too, has the heads that share a key head in one tile. By the model (eval/npu), a block of keys takes a tile
     of 64 rows 1.7 us in prefill and 2.8 us in decoding, and the launches before prefill 3.7 us, for 64 columns. For 128

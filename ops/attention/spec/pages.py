@@ -86,7 +86,8 @@ def attend_gathered(attend: Callable[[Call], Results], call: Call) -> Results:
     cu_q = torch.arange(len(call.q) + 1, device=call.q.device) if call.cu_q is None else call.cu_q
     cu_k = torch.nn.functional.pad(seq_lens.long().cumsum(0), (1, 0))
     used = int(cu_q[-1])
-    results = attend(replace(call, q=call.q[:used], k=k, v=v, cu_q=cu_q, cu_k=cu_k, pages=None))
+    longest = (1 if call.cu_q is None else call.pages.max_seqlen_q), call.pages.max_seqlen_k
+    results = attend(replace(call, q=call.q[:used], k=k, v=v, cu_q=cu_q, cu_k=cu_k, pages=None, longest=longest))
     behind = (0, 0, 0, len(call.q) - used)
     out = torch.nn.functional.pad(results.out, (0, 0, *behind))
     return results._replace(out=out, lse=torch.nn.functional.pad(results.lse, behind, value=-torch.inf))

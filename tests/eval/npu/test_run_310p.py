@@ -62,7 +62,7 @@ def test_decoding_is_chosen_where_the_model_says_that_it_is_faster():
         dim = stored["dim"]
         again = decoding_310p.choose(stored, tile["ns"], whole[dim], rates, run_310p.engine_cycles)
         assert again["tiles"] == stored["tiles"]
-        taken = on_310p.most_tiles(1, dim)
+        taken = on_310p.most_tiles(1, 1, dim)
         for tiles in (taken, stored["tiles"] + 1):
             before = sum(stored["ns"].values())
             is_faster = tiles * whole[dim]["vector"] <= before + tiles * tile["ns"]["vector"]

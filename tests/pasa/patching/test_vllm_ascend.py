@@ -230,7 +230,8 @@ def test_an_argument_that_is_added_is_refused(ascend, theirs, full):
 @pytest.mark.parametrize("name", vllm_adapter.READ)
 def test_a_field_that_is_gone_is_refused(ascend, name):
     del ascend["vllm_ascend.attention.utils"].AscendCommonAttentionMetadata.__dataclass_fields__[name]
-    with pytest.raises(NotImplementedError, match=f"AscendCommonAttentionMetadata lacks {name}"):
+    message = f"AscendCommonAttentionMetadata lacks {name}. Install one of the tested versions, or {adapter.INSTEAD}$"
+    with pytest.raises(NotImplementedError, match=message):
         adapter.backend_class()
 
 
@@ -248,8 +249,16 @@ REFUSED = [
 
 @pytest.mark.parametrize(("how", "message"), REFUSED, ids=lambda x: str(x)[:30])
 def test_layers_that_it_cannot_serve_are_refused(ascend, how, message):
-    with pytest.raises(NotImplementedError, match=f"does not support {message}"):
+    with pytest.raises(NotImplementedError, match=f"does not support {message}: {adapter.INSTEAD}$"):
         adapter.PasaAscendBackend.get_impl_cls()(**ARGUMENTS | how)
+
+
+def test_a_cache_of_another_dtype_is_refused(ascend):
+    """Story: the advice was another --attention-backend, which vllm-ascend ignores."""
+    spec = SimpleNamespace(head_size=64, dtype=torch.bfloat16)
+    message = rf"a cache with dtype=torch\.bfloat16: serve with --dtype float16, or {adapter.INSTEAD}$"
+    with pytest.raises(NotImplementedError, match=message):
+        adapter.PasaAscendBackend.get_builder_cls()(spec, ["layer"], None, torch.device("cpu"))
 
 
 def test_a_layer_does_not_become_another(ascend, theirs):
@@ -359,7 +368,7 @@ def test_a_cache_of_another_kind_is_refused(ascend, theirs, shape, dtype):
 def test_attention_that_is_not_causal_is_refused(ascend, theirs):
     step = Step([40], [1], common=common_of, slots=128)
     step.common.causal = False
-    with pytest.raises(NotImplementedError, match="causal=False: use another"):
+    with pytest.raises(NotImplementedError, match=f"causal=False: {adapter.INSTEAD}$"):
         attend(theirs, step)
 
 
