@@ -46,8 +46,8 @@ def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleTyp
 def _define(name: str, tensors: str, make: Callable[..., Call], longest: str = "") -> CustomOpDef:
     """Define an operator that returns (out, lse, max_logits, counts), and its fake kernel.
 
-    `longest` are the arguments between the sinks and those that all operators share. `make` builds the `Call`
-    (ops/arguments.py). `max_logits` and `counts` are empty unless the call asks for them.
+    `longest` are arguments behind the sinks. `make` builds the `Call` (ops/arguments.py). `max_logits` and `counts` are
+    empty unless the call asks for them.
     """
 
     def parts(arguments: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], str | None]:
@@ -97,16 +97,14 @@ def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 attention = _define("attention", "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None", dense)
+LONGEST = "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "  # SymInt: they grow
 attention_varlen = _define(
-    "attention_varlen",
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k",
-    packed,
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, ",
+    "attention_varlen", "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k", packed, LONGEST
 )
 attention_paged = _define(
     "attention_paged",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, "
-    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, Tensor? key_anchors=None",  # SymInt: they grow
+    f"{LONGEST}Tensor? key_anchors=None",
     paged,
 )
 
@@ -249,9 +247,8 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
     The last of these are the mask, for dense calls, and the sinks.
     """
     count = len(operator._opoverload._schema.arguments)
-    extra = 2 if operator is attention else 1  # the mask and the sinks; a packed call has no mask
-    bounds = 0 if operator is attention else 2  # the longest sequences of a packed call
-    first = tensors - extra
+    # A dense call has a mask and sinks; a packed one has sinks, and behind them the lengths of its longest sequences.
+    extra, bounds = (2, 0) if operator is attention else (1, 2)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:tensors])
@@ -263,19 +260,17 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
             q, k, v, 1.0, mask=mask if extra == 2 else None, max_logits=max_logits, diagnose=diagnose, **features
         )
         ctx.backend = _server(call, arithmetic, backend)
-        # max_logits and the counts of diagnostics; None if nobody asked for them
-        ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])
+        ctx.mark_non_differentiable(*[x for x in output[2:] if x is not None])  # max_logits and counts, if asked for
         ctx.set_materialize_grads(False)
 
     def gradient(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * count
         # Shorter than `extra` if torch omitted these tensors, which default to None.
-        wanted = [ctx.needs_input_grad[i : i + 1] == (True,) for i in range(first, tensors)]
+        wanted = [ctx.needs_input_grad[i : i + 1] == (True,) for i in range(tensors - extra, tensors)]
         grads = dispatch.call(backward, grad_out, grad_lse, *ctx.saved_tensors, *ctx.limits, *wanted, ctx.backend)
         extras = [grad if use else None for grad, use in zip(grads[3:], wanted, strict=True)]
-        between = (None,) * (first - 3)
-        return *grads[:3], *between, *extras, *(None,) * (count - tensors)
+        return *grads[:3], *(None,) * (tensors - extra - 3), *extras, *(None,) * (count - tensors)
 
     operator.register_autograd(gradient, setup_context=remember)
     dispatch.shorten(operator, remember, gradient)

@@ -338,8 +338,8 @@ HOST = [
     mutant(
         "tokens of padding are a sequence without pages",
         "pasa/patching/vllm_ascend.py",
-        "PasaMetadata.of(without_padding(common_attn_metadata))",
-        "PasaMetadata.of(common_attn_metadata)",
+        "PasaMetadata.of(without_padding(common_attn_metadata), INSTEAD)",
+        "PasaMetadata.of(common_attn_metadata, INSTEAD)",
         "tests/pasa/patching/test_vllm_ascend.py::test_decodes_and_prompts_in_one_step",
     ),
     mutant(
