@@ -45,19 +45,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sinks: Tens
 
 
 def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    sinks: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    *limits: Any,
-) -> Call:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, sinks: Tensor | None, is_causal: bool,
+    scale: float | None, left: int, right: int, softcap: float, max_logits: bool = False, diagnose: bool = False,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+) -> Call:  # fmt: skip
     """Return the checked call of packed sequences (T, H, D)."""
     longest = max_seqlen_q, max_seqlen_k
     operands.check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, sinks)
+    limits = is_causal, scale, left, right, softcap, max_logits, diagnose
     call = _call((q, k, v), None, sinks, cu_seqlens_q, cu_seqlens_k, None, *limits)
     call.longest = longest
     return call

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops import dispatch, operands, plans, registry
-from pasa.ops.arguments import OPTIONS, dense, packed, paged, schema
+from pasa.ops.arguments import LIMITS, OPTIONS, dense, packed, paged, schema
 from pasa.ops.attention.call import NO_WINDOW, Call, is_tokens_first
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.spec import gradients as spec
@@ -43,17 +43,17 @@ def choose(call: Call, backend: str | None, *arithmetic: Any) -> tuple[ModuleTyp
     return registry.choose(tuple(registry.BACKENDS.values()), backend, needs, arithmetic)
 
 
-def _define(name: str, tensors: str, make: Callable[..., Call], longest: str = "") -> CustomOpDef:
+def _define(name: str, tensors: str, make: Callable[..., Call], last: str = "") -> CustomOpDef:
     """Define an operator that returns (out, lse, max_logits, counts), and its fake kernel.
 
-    `longest` are arguments behind the sinks. `make` builds the `Call` (ops/arguments.py). `max_logits` and `counts` are
-    empty unless the call asks for them.
+    `last` are arguments that joined later: saved graphs have the others by position. `make` builds the `Call`
+    (ops/arguments.py). `max_logits` and `counts` are empty unless the call asks for them.
     """
 
     def parts(arguments: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...], str | None]:
         arguments += defaults[len(arguments) :]  # torch omits trailing arguments that have their default values
-        diagnose, backend = arguments[-2:]
-        return make(*arguments[:own], diagnose), arguments[own:-2], backend
+        *arithmetic, diagnose, backend = arguments[own : own + OPTIONS + 2]
+        return make(*arguments[:own], diagnose, *arguments[own + OPTIONS + 2 :]), tuple(arithmetic), backend
 
     def kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         call, arithmetic, backend = parts(arguments)
@@ -81,11 +81,11 @@ def _define(name: str, tensors: str, make: Callable[..., Call], longest: str = "
         out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2) if is_tokens_first(q) else q.new_empty(q.shape)
         return out, q.new_empty(q.shape[:-1], dtype=torch.float32), max_logits, counts
 
-    text = f"({tensors}, Tensor? sinks=None, {longest}{schema()}) -> (Tensor, Tensor, Tensor, Tensor)"
+    text = f"({tensors}, Tensor? sinks=None, {schema()}{last}) -> (Tensor, Tensor, Tensor, Tensor)"
     operator = torch.library.custom_op(f"pasa::{name}", kernel, mutates_args=(), schema=text)
     operator.register_fake(fake)
     defaults = tuple(each.default_value for each in operator._opoverload._schema.arguments)
-    own = len(defaults) - OPTIONS - 2  # the number of arguments before the options of the arithmetic
+    own = len(defaults) - OPTIONS - 2 - last.count("=")  # arguments before the options of the arithmetic
     return operator
 
 
@@ -97,14 +97,14 @@ def _empty(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 attention = _define("attention", "Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None", dense)
-LONGEST = "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "  # SymInt: they grow
+LONGEST = ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"  # SymInt: they grow
 attention_varlen = _define(
     "attention_varlen", "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k", packed, LONGEST
 )
 attention_paged = _define(
     "attention_paged",
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None, "
-    f"{LONGEST}Tensor? key_anchors=None",
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q=None"
+    f"{LONGEST}, Tensor? key_anchors=None",
     paged,
 )
 
@@ -178,7 +178,7 @@ def attention_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv, dsinks or empty) for packed sequences; see ops/attention/spec/gradients.py."""
     limits = is_causal, scale, window_left, window_right, softcap
-    call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, None, None, *limits).narrowed()
+    call = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits).narrowed()
     operands.check_gradients(grad_out, grad_lse, q, backend)
     grad_sinks = _zeros(sinks, sinks_too)
     with without_autocast(q.device.type):
@@ -189,7 +189,7 @@ def attention_varlen_backward(
 @attention_varlen_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_out, grad_lse, q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits, sinks_too, backend = arguments
-    packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, None, None, *limits)
+    packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, *limits)
     operands.check_gradients(grad_out, grad_lse, q, backend)
     of_sinks = _or_empty(_zeros(sinks, sinks_too), sinks, q)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
@@ -247,13 +247,13 @@ def _differentiate(operator: CustomOpDef, tensors: int, backward: CustomOpDef) -
     The last of these are the mask, for dense calls, and the sinks.
     """
     count = len(operator._opoverload._schema.arguments)
-    # A dense call has a mask and sinks; a packed one has sinks, and behind them the lengths of its longest sequences.
-    extra, bounds = (2, 0) if operator is attention else (1, 2)
+    extra = 2 if operator is attention else 1  # the mask and the sinks; a packed call has no mask
+    plain = slice(tensors, tensors + len(LIMITS) + OPTIONS + 2)
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:tensors])
         q, k, v, mask, *_ = inputs
-        is_causal, scale, left, right, softcap, max_logits, *arithmetic, diagnose, backend = inputs[tensors + bounds :]
+        is_causal, scale, left, right, softcap, max_logits, *arithmetic, diagnose, backend = inputs[plain]
         ctx.limits = is_causal, scale, left, right, softcap
         features = {"window": (left, right), "softcap": softcap, "sinks": inputs[tensors - 1]}
         call = Call(

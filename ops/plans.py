@@ -26,6 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from pasa.ops.devices import on_device, without_autocast
 
+# torch loads torch.distributed.nn with torch._dynamo, at the first torch mode, profiler or compilation. Its functions
+# keep the process group of that moment as a default. destroy_process_group then cannot end gloo's threads, and a
+# process that exits beside them may abort. Loaded here, before a program makes its group, they keep none.
+if torch.distributed.is_available():
+    import torch.distributed.nn
+
 PLANS = 4096  # the most geometries that are kept; a decoded sequence adds one for every token, of a few kilobytes
 ALIGNMENT = 256  # bytes: parts of the workspace are aligned as the allocator aligns tensors
 ALLOCATIONS = frozenset(
@@ -110,9 +116,7 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Return False, so that torch does not load torch._dynamo to keep it from tracing this mode.
 
-        That takes seconds of the first call. It also loads torch.distributed.nn, whose functions keep the process group
-        of that moment as a default. destroy_process_group then cannot end gloo's threads, and a process that exits
-        beside them may abort. Nothing of a mode is traced here, because only calls that are not compiled are recorded.
+        That takes seconds of the first call, and nothing is traced here: only calls that are not compiled are recorded.
         """
         return False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor
 
 from pasa import diagnostics
@@ -258,7 +259,7 @@ def attention_varlen(
         log-sum-exp -inf.
     max_seqlen_q, max_seqlen_k : int
         Length of the longest sequence, or more; checked against the cumulative lengths, but not on an NPU. There they
-        choose a kernel, and change results by no more than rounding.
+        choose a kernel, and change results by no more than rounding. A compiled graph does not use them.
     is_causal, window, scale, softcap, sinks, return_lse, return_max_logits, config, backend
         As for `attention`; rows and keys are counted within each sequence.
 
@@ -290,8 +291,12 @@ def attention_varlen(
         check_tensor("sinks", sinks)
     limits = checked_limits(is_causal, scale, window, softcap, return_max_logits)
     options, diagnose = checked_config(config).arguments, diagnostics.recording()
-    own = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, max_seqlen_q, max_seqlen_k
-    out, lse, max_logits, counts = dispatch.call(operators.attention_varlen, *own, *limits, *options, diagnose, backend)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, sinks
+    # A compiled or exported graph serves other lengths, too.
+    longest = (None, None) if torch.compiler.is_compiling() else (max_seqlen_q or None, max_seqlen_k or None)
+    out, lse, max_logits, counts = dispatch.call(
+        operators.attention_varlen, *tensors, *limits, *options, diagnose, backend, *longest
+    )
     if diagnose:
         diagnostics.record(counts)
     return results(out, lse, max_logits, return_lse, return_max_logits)

@@ -40,8 +40,7 @@ def all_arguments(operator: str, backend: str = "reference", device: str = "cpu"
     if operator == "attention":
         return {"q": q, "k": k, "v": v, "attn_mask": mask} | forward
     if operator == "attention_varlen":
-        longest = {"max_seqlen_q": 7, "max_seqlen_k": 20}
-        return packed | edges | {"sinks": forward["sinks"]} | longest | forward
+        return packed | edges | forward | {"max_seqlen_q": 7, "max_seqlen_k": 20}
     if operator == "watch_scores":
         counts = {
             "totals": torch.zeros(5, dtype=torch.int64, device=device),

@@ -45,7 +45,7 @@ def test_packed_calls_are_neither_padded_nor_read_on_the_host(npu, monkeypatch):
     monkeypatch.setattr(npu_backend, "_on_a2", launch)
     monkeypatch.setattr(npu_backend, "attend_padded", lambda *_: gathered.append(1))
     refuse_reading(monkeypatch)
-    call = arguments.packed(*packed_qkv(), *EDGES, None, 235, 200, True, 0.2, -1, -1, 0.0)
+    call = arguments.packed(*packed_qkv(), *EDGES, None, True, 0.2, -1, -1, 0.0, max_seqlen_q=235, max_seqlen_k=200)
     npu_backend.attend(call)
     assert shapes == [((1, 4, 400, 32), (1, 2, 353, 32))]
     assert not gathered
@@ -63,7 +63,7 @@ def test_decoding_reads_nothing_on_the_host(npu, launches, monkeypatch, kind, si
     if kind == "packed":
         q, k, v = packed_qkv()
         edges = torch.tensor([0, 1, 3, 3, 4, 6]), EDGES[1]
-        call = arguments.packed(q[:6], k, v, *edges, sinks, 2, 200, True, 0.2, -1, -1, 0.0)
+        call = arguments.packed(q[:6], k, v, *edges, sinks, True, 0.2, -1, -1, 0.0, max_seqlen_q=2, max_seqlen_k=200)
     else:
         longest = 3 if "prompts" in kind else None, 300
         tables = x.table, x.lengths, x.starts, *longest, None
@@ -120,6 +120,15 @@ CHOICES = {
     "a prompt beside sequences of one token": ([(128, 128), *[(1, 1)] * 20], False),
     "a prompt beside sequences without queries": ([(128, 128), *[(0, 10)] * 20], False),
 }
+# Seven query heads of a key head, and too many keys for the twin.
+LONG_CHOICES = {
+    # story: the prompt was taken to have the keys of the others, and they lost a factor of 3 up to 17 of them
+    "a prompt beside six single queries of many keys": ([(512, 512), *[(1, 4000)] * 6], True),
+    "a prompt beside one of them": ([(512, 512), (1, 4000)], False),
+    "two long prompts beside one of them": ([(512, 512)] * 2 + [(1, 4000)] * 6, False),
+    "a chunk of a long prompt beside six of them": ([(512, 4000), *[(1, 4000)] * 6], True),
+    "single queries of one key": ([(1, 1)] * 3, True),
+}
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -134,12 +143,22 @@ def test_the_kernel_is_chosen_by_the_longest_sequences(npu, launches, name):
     assert bool(launches) == decodes
 
 
-def test_without_the_longest_sequences_a_prompt_is_feared(npu, launches):
+@pytest.mark.parametrize("name", LONG_CHOICES)
+def test_the_kernel_of_long_sequences(name):
+    lengths, decodes = LONG_CHOICES[name]
+    (count, longest), (keys, most) = ((sum(each), max(each)) for each in zip(*lengths, strict=True))
+    q, k = (torch.empty(n, heads, 128, dtype=torch.float16, device="meta") for n, heads in ((count, 7), (keys, 1)))
+    starts = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    call = npu_backend.Call(q, k, k, 1.0, cu_q=starts, cu_k=starts, longest=(longest, most))
+    assert npu_decode.decodes_packed(npu_decode.Chip(npu_decode.on_a2, npu_decode.most_tiles_on_a2), call) == decodes
+
+
+def test_without_the_longest_sequences_prefill_serves_a_call(npu, launches):
     """The operator takes calls without bounds: one sequence may then have all queries but few."""
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 1), (96, 120), 16))
     edges = torch.tensor([0, 48, 96]), torch.tensor([0, 60, 120])
-    call = [torch.ops.pasa.attention_varlen(q, k, v, *edges, None, *longest, backend="npu")[0]
-            for longest in ((None, None), (48, 60))]  # fmt: skip
+    call = [torch.ops.pasa.attention_varlen(q, k, v, *edges, **longest, backend="npu")[0]
+            for longest in ({}, {"max_seqlen_q": 48, "max_seqlen_k": 60})]  # fmt: skip
     assert len(launches) == 1
     torch.testing.assert_close(*call, atol=2.0**-9, rtol=2.0**-8)
 
@@ -148,7 +167,7 @@ def test_rows_behind_the_last_sequence_are_padding():
     """On a device the last sequence may end before the last row; the kernel of decoding does not write such rows."""
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (7, 30), 16))
     starts = ints([0, 2, 5], [0, 10, 30])
-    call = arguments.packed(q, k, v, *starts, torch.ones(4), 3, 20, False, 0.25, -1, -1, 0.0)
+    call = arguments.packed(q, k, v, *starts, torch.ones(4), False, 0.25, -1, -1, 0.0, max_seqlen_q=3, max_seqlen_k=20)
     chip = npu_decode.Chip(lambda call, x: (x.q + torch.nan, x.q[..., 0].float()), npu_decode.most_tiles_on_a2)
     out, lse = npu_decode.decode_packed(chip, call, q, k, v, starts)
     assert out[:5].isnan().all()
@@ -180,7 +199,7 @@ def test_wrong_lengths_in_host_memory_are_named_by_the_public_function(npu, name
 def test_lengths_on_two_devices_are_refused(npu, recovery, device):
     """Those in host memory would be checked, and those on the device would not."""
     edges = [x.to("meta") if name == device else x for name, x in zip("qk", EDGES, strict=True)]
-    call = arguments.packed(*packed_qkv(), *EDGES, None, 235, 200, True, 0.2, -1, -1, 0.0)
+    call = arguments.packed(*packed_qkv(), *EDGES, None, True, 0.2, -1, -1, 0.0, max_seqlen_q=235, max_seqlen_k=200)
     call.cu_q, call.cu_k = edges
     call.options = dataclasses.replace(call.options, recovery=recovery)
     with pytest.raises(ValueError, match=r"cu_seqlens_q is on .* but cu_seqlens_k is on .*: put both on one device"):

@@ -87,7 +87,9 @@ def test_options_are_handed_on_in_order(op):
     assert options.arguments == tuple(getattr(options, name) for name in names)
     schema = [a.name for a in getattr(torch.ops.pasa, op).default._schema.arguments]
     limits = [each.split()[1].split("=")[0] for each in LIMITS]
-    assert schema[schema.index("is_causal") :] == [*limits, *names, "diagnose", "backend"]
+    # story: bounds of lengths stood before is_causal, so a graph that was saved earlier ran without its causal limit
+    behind = ["max_seqlen_q", "max_seqlen_k"] if op == "attention_varlen" else []
+    assert schema[schema.index("is_causal") :] == [*limits, *names, "diagnose", "backend", *behind]
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -143,6 +145,35 @@ def test_varlen_compiles():
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v, edges, edges), step(q, k, v, edges, edges))
+
+
+def test_varlen_compiles_with_a_bound_that_is_computed():
+    """Story: the operator compared the bound with 1, which no graph can decide about a number that it computes."""
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (30, 30), 32))
+    edges = torch.tensor([0, 10, 30])
+
+    def step(q, k, v, edges):
+        most = edges.diff().max().item()
+        return pasa.attention_varlen(q, k, v, edges, edges, most, most, is_causal=True)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, k, v, edges), step(q, k, v, edges))
+
+
+def test_an_exported_graph_keeps_no_bound():
+    """It may serve longer sequences than those of the example."""
+    q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (30, 30), 32))
+    edges = torch.tensor([0, 10, 30])
+
+    class Step(torch.nn.Module):
+        def forward(self, *tensors):
+            return pasa.attention_varlen(*tensors, 20, 20, is_causal=True)
+
+    exported = torch.export.export(Step(), (q, k, v, edges, edges))
+    (node,) = (each for each in exported.graph.nodes if "attention_varlen" in str(each.target))
+    assert node.args[6] is True  # is_causal, where graphs that were saved earlier have it
+    assert 20 not in (*node.args, *node.kwargs.values())
 
 
 def test_recording_reaches_into_a_compiled_graph(by_reference):

@@ -100,9 +100,10 @@ def decode(chip: Chip, call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Ten
 def decodes_packed(chip: Chip, call: Call) -> bool:
     """Return whether the kernel serves a packed call: it takes no longer than prefill, as far as the host can know.
 
-    The host knows the longest sequences and the sums of all lengths. It takes as many sequences as possible to have the
-    most queries and the most keys, and the others to have one query and the keys that are left. A bound that is not
-    given is the sum.
+    The host knows the longest sequences and the sums of all lengths. It assumes that as many sequences as possible have
+    the most queries, and that the others have one query each. The keys of a sequence with the most queries lie between
+    its queries, as of a prompt, and the most keys, as of a later chunk of one; their geometric mean is assumed. A bound
+    that is not given is the sum.
     """
     (count, heads, dim), keys = call.q.shape, len(call.k)
     group = heads // call.k.shape[1]
@@ -112,7 +113,7 @@ def decodes_packed(chip: Chip, call: Call) -> bool:
     if chip.takes(longest, group, dim):
         return True
     long = max(1, (count - call.sequences) // (longest - 1))
-    long_keys = min(keys, long * most_keys)
+    long_keys = min(keys, long * math.isqrt(min(longest, most_keys) * most_keys))
     gained = -chip.lost_tiles(1, group, dim)
     return long_keys * chip.lost_tiles(longest, group, dim) <= (keys - long_keys) * gained
 

@@ -73,6 +73,7 @@ def most_tiles(_tokens: int, _group: int, dim: int) -> int:
     Prefill, too, has the heads that share a key head in one tile. By the model (eval/npu), a block of keys takes a tile
     of 64 rows 1.7 us in prefill and 2.8 us in decoding, and the launches before prefill 3.7 us, for 64 columns. For 128
     columns these are 2.0, 3.4 and 7.3 us. The vector unit works on 64 columns at a time, so a limit holds up to there.
+    Beyond, the model allows 5 tiles; 4 leave it room for error.
     """
     return 3 if dim <= COLUMNS else 4
 

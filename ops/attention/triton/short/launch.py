@@ -15,7 +15,7 @@ PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many 
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
-WIDE = 4096  # elements of a tile of Q for which eight warps are faster than four, where every program runs at once
+WIDE = 4096  # elements of a tile of Q: eight warps are faster than four (H100), where every program runs at once
 REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
 
 
