@@ -72,7 +72,8 @@ def make_registered_mask(*, config: Any = None, **kwargs: Any) -> torch.Tensor |
     if reach == "none":
         raise NotImplementedError(
             f'{type(config).__name__}: attn_implementation="pasa" has no effect, because this model computes its '
-            'attention itself, not through AttentionInterface: pass attn_implementation="eager"'
+            'attention itself, not through AttentionInterface: pass attn_implementation="eager", then call '
+            "pasa.patch_pipeline, which can patch some of these models"
         )
     if reach == "all":
         return make_mask(config=config, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +35,11 @@ def run_check_npu(
 ) -> dict[str, Any]:
     """Build the Ascend C kernels and check all that only an NPU can tell; leaves one archive; exit 1 if a check fails.
 
-    A stage that fails does not keep the others from running. The result holds what is `installed`, and `records` of all
-    checks: their stage, name, verdict and detail.
+    A stage that fails does not keep the others from running; without torch_npu none runs. The result holds what is
+    `installed`, and `records` of all checks: their stage, name, verdict and detail.
     """
+    if device.startswith("npu") and importlib.util.find_spec("torch_npu") is None:
+        raise ModuleNotFoundError("no NPU here: torch_npu is not installed (docs/ascend.md)")
     place = Path.cwd() if folder is None else folder
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -53,6 +53,15 @@ def test_the_archive_holds_report_and_logs_without_names(checked):
         assert not [each for each, text in texts.items() if archive.without_names(text, {name: ""}) != text], name
 
 
+def test_without_torch_npu_there_is_no_report(tmp_path):
+    """Story: it told of deviations of a device that was not there, and asked for the report."""
+    command = [sys.executable, "-m", "pasa.eval.cli", "check-device", "--npu", "--output-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("no NPU here: torch_npu is not installed (docs/ascend.md)")
+    assert not list(tmp_path.iterdir())
+
+
 def test_private_names_are_replaced_as_words():
     names = {"node7": "HOST", "/home/ada": "~", "ada": "USER"}
     text = "node7: /home/ada/x.py, adapter, ada@node7.lan, node77, /data/ada/"
