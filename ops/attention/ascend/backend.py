@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pasa.ops import envs
 from pasa.ops.attention.ascend import build_record, decode, on_310p
-from pasa.ops.attention.ascend.inputs import attend_padded, pad_head_dim
+from pasa.ops.attention.ascend.inputs import attend_padded, clear_before_windows, pad_head_dim
 from pasa.ops.attention.ascend.masks import KernelMask, fold_mask
 from pasa.ops.attention.call import NO_WINDOW, Call, Results, to_fp16
 from pasa.ops.attention.options import AttentionOptions
@@ -41,7 +41,10 @@ OLDEST_ARCHITECTURE = "dav-2201"  # Atlas A2, which libraries that say nothing w
 
 
 def attend(call: Call) -> Results:
-    """Attend as the reference does; a non-finite key or value that some query sees may reach every row of its head.
+    """Attend as the reference does, but for keys and values that are not finite.
+
+    One that some query sees may reach every row of its head. With `overflow="saturate"` and on a 310P, rows that see
+    one may come out finite and wrong.
 
     On Atlas A2 the exact recovery reads the lengths of packed sequences on the device, so such a call waits for nothing
     and can be captured in a graph. The published recovery and the 310P pad sequences (`_pad_sequences`).
@@ -72,6 +75,7 @@ def attend(call: Call) -> Results:
         )
     if call.q.numel() == 0 or call.k.numel() == 0:
         return attend_apart(attend, call)  # launches nothing
+    call = clear_before_windows(call)
     if call.options.recovery == "paper" or architecture() == on_310p.ARCHITECTURE:
         return _pad_sequences(call)
     return _attend_packed(call, call.cu_q, call.cu_k)

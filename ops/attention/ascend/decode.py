@@ -251,5 +251,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _copies(x: Tensor, row: int) -> bool:
-    """Return whether the kernel can copy rows of x, `row` numbers apart: 32 bytes at a time."""
-    return x.stride(-1) == 1 and 0 < row <= MOST_STRIDE and all(step % DIM_STEP == 0 for step in x.stride()[:-1])
+    """Return whether the kernel can copy rows of x, `row` numbers apart: 32 bytes at a time, without overlap."""
+    return (
+        x.stride(-1) == 1
+        and x.shape[-1] <= row <= MOST_STRIDE
+        and all(step % DIM_STEP == 0 for step in x.stride()[:-1])
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -23,6 +24,24 @@ def pad_head_dim(x: Tensor) -> Tensor:
     missing = -x.shape[-1] % DIM_STEP
     padded = (torch.nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
     return padded.flatten().view(padded.shape)  # dimensions of one element may have had any stride
+
+
+def clear_before_windows(call: Call) -> Call:
+    """Return a packed call with 0 for keys and values that are not finite and lie before all windows of their sequence.
+
+    A block of keys may hold keys that no query sees, such as slots of a cache that were never written. Dense calls cut
+    keys before all windows off (`Call.narrowed`).
+    """
+    left = call.window[0]
+    if left < 0 or call.cu_q is None or call.cu_k is None:
+        return call
+    starts_q, starts_k = (x.to(call.k.device).long() for x in (call.cu_q, call.cu_k))
+    token = torch.arange(len(call.k), device=call.k.device)
+    sequence = torch.bucketize(token, starts_k[1:-1], right=True)
+    first = starts_k[sequence + 1] - starts_q.diff()[sequence] - left  # the first key that the first query sees
+    before = (token < first)[:, None, None]
+    k, v = (x.masked_fill(before & ~torch.isfinite(x), 0.0) for x in (call.k, call.v))
+    return replace(call, k=k, v=v)
 
 
 def attend_padded(

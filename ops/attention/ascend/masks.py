@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.call import NO_WINDOW, Call
-from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, hidden_keys
+from pasa.ops.attention.spec.masking import dense_mask, fitting_mask
 
 TILE, HALF, BLOCK = 128, 64, 128  # kTileRows, kHalfRows, kBlockKeys in ascend_c/tiling/tiling.h
 FRACTAL, BYTE = 16, 8  # columns that lie together on a 310P, and bits of a byte
@@ -37,14 +37,14 @@ class KernelMask(NamedTuple):
 def fold_mask(call: Call, *, has_table: bool = True) -> tuple[Call, KernelMask | None]:
     """Return the call without its mask, and the mask with the call's band in it, and with its table if `has_table`.
 
-    Keys and values that are not finite and that no query sees become 0. The matrix unit multiplies values by weights of
-    0 too, and the anchor of a block is the mean of all its keys. A float mask becomes FP32, and its NaN and +inf become
-    0, because the vector unit must not make NaN of them.
+    Keys and values that are not finite and that no query of their head sees become 0. The matrix unit multiplies values
+    by weights of 0 too, and the anchor of a block is the mean of all its keys. A float mask becomes FP32, and its NaN
+    and +inf become 0, because the vector unit must not make NaN of them.
     """
     if call.mask is None:
         return call, None
     mask = dense_mask(call, call.mask)
-    hidden = hidden_keys(mask, call.k)[:, None, :, None]
+    hidden = _hidden_keys(mask, call.k)[..., None]
     k, v = (x.masked_fill(hidden & ~torch.isfinite(x), 0.0) for x in (call.k, call.v))
     keys = call.k.shape[2]
     mask = mask.expand(-1, -1, -1, keys)
@@ -59,6 +59,14 @@ def fold_mask(call: Call, *, has_table: bool = True) -> tuple[Call, KernelMask |
     bare = replace(call, k=k, v=v, mask=None, is_causal=False, window=NO_WINDOW)
     visits = find_visits(seen, call.q.shape[2]) if has_table else seen.new_empty(0, dtype=torch.int64)
     return bare, KernelMask(elements, visits, seen.any(-1), invalid)
+
+
+def _hidden_keys(mask: Tensor, k: Tensor) -> Tensor:
+    """Return which keys (B, Hkv, Skv) a mask (B or 1, Hq or 1, Sq or 1, Skv or 1) hides from their head's queries."""
+    seen = keeps(mask).any(2)
+    if seen.shape[1] > 1:
+        seen = seen.unflatten(1, (k.shape[1], -1)).any(2)
+    return ~seen.expand(k.shape[:3])
 
 
 def keeps(mask: Tensor) -> Tensor:

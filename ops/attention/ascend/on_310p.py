@@ -91,8 +91,8 @@ def _bounded(sinks: Tensor) -> Tensor:
 
 
 def _without_bound(lse: Tensor) -> Tensor:
-    """Return log-sum-exps of which those at the lower bound of sinks are -inf."""
-    return lse.masked_fill(lse <= -FARTHEST, -torch.inf)
+    """Return log-sum-exps of which those at a bound of sinks are infinite."""
+    return lse.masked_fill(lse <= -FARTHEST, -torch.inf).masked_fill(lse >= FARTHEST, torch.inf)
 
 
 def _to_rows(x: Tensor, token_rows: int) -> Tensor:
