@@ -15,7 +15,9 @@ PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many 
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
-WIDE = 4096  # elements of a tile of Q: eight warps are faster than four (H100), where every program runs at once
+# Elements of a tile of Q for which eight warps are faster than four (H100), where every program runs at once. On Hopper
+# the second four of them would read rows that a tile of 64 rows does not have.
+WIDE = 4096
 REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
 
 
@@ -48,7 +50,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     tile = tile_for(pad, rows_of_group, call.keys, many)
     tiles = -(-rows_of_group // tile.block_m)
     crowded = pairs * tiles > 2 * processors(call.q.device) or call.options.batch_invariant
-    warps = tile.warps if crowded or tile.block_m * pad < WIDE else 8
+    warps = 8 if not crowded and tile.block_m < BLOCK and tile.block_m * pad >= WIDE else tile.warps
     launch(
         short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
