@@ -202,7 +202,7 @@ FUSED = [
         GUARD,
         "        b_high = tl.where(m_key, b_high, -INF)\n",
         "        b_high = tl.where(m_key, b_high, -INF)\n        b_top = tl.where(m_key, b_top, 0.0)\n",
-        OF_GUARD + "test_a_value_that_no_row_sees_leaves_no_row_nan[True-nan]",
+        OF_GUARD + "test_a_value_that_no_row_sees_leaves_no_row_nan[dtype1-True-nan]",
     ),
     mutant(
         "a row whose log-sum-exp is -inf is not looked at",

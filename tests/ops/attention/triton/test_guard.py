@@ -156,13 +156,14 @@ def test_without_a_mask_only_rows_before_the_first_key_have_none():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored, dtype):
     """CUDA's kernels multiply it by the weight 0, which is NaN, below a finite log-sum-exp."""
     q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (33, 600), 16, batch=2))
     keep = torch.ones(2, 1, 1, 600, dtype=torch.bool, device=DEVICE)
     keep[1, ..., 595:] = False
-    clean = Call(q, k, v.clone(), 0.25, mask=keep)
-    expected, expected_lse = backend.attend_visible(clean)
+    mask = keep if dtype == torch.bool else torch.zeros(keep.shape, device=DEVICE).masked_fill(~keep, -torch.inf)
+    expected, expected_lse = backend.attend_visible(Call(q, k, v.clone(), 0.25, mask=mask))
     v[1, 1, 597, 3] = bad
 
     def multiply_by_0(*arguments):
@@ -170,10 +171,10 @@ def test_a_value_that_no_row_sees_leaves_no_row_nan(bad, anchored):
         out[1, 2:, :, 3] = torch.nan
         return out, expected_lse.clone()
 
-    call = Call(q, k, v, 0.25, mask=keep)
+    call = Call(q, k, v, 0.25, mask=mask)
     out, _ = guard.attend_guarded(call, backend.attend_visible, fused.fused_attention, anchored=anchored)
     assert max_error(out, expected.double()) <= 4 * HALF_ULP
-    out, lse = guard.attend_guarded(call, backend.attend_visible, multiply_by_0, anchored=anchored)
+    out, lse = guard.attend_guarded(call, multiply_by_0, multiply_by_0, anchored=anchored)
     assert max_error(out, expected.double()) <= 4 * HALF_ULP
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-6)
 
