@@ -228,7 +228,7 @@ def _check_agreement(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         _check_like(name, x, "q", q, rank)
     queries, keys, values = q.shape, k.shape, v.shape
     if keys != values:
-        raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}; pad v to k")
+        raise ValueError(f"k and v differ in shape: {tuple(keys)} and {tuple(values)}; pad or cut v to k's shape")
     if queries[-1] != keys[-1]:
         hint = "pad the smaller one with zeros, and pass the scale of the unpadded q"
         raise ValueError(f"head dim of q is {queries[-1]} but that of k is {keys[-1]}: {hint}")

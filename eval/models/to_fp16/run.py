@@ -217,7 +217,8 @@ def report(result: Run) -> list[Table | str]:
     worst = sorted(result["records"], key=lambda each: -each["peak"])
     shown = worst[:SHOWN]
     title = f"{result['model']}: the {len(shown)} largest of {len(worst)} modules that are scaled or near 65504"
-    return [Table.of(title, shown, columns, "", wraps="module"), verdict(result)]
+    table = [Table.of(title, shown, columns, "", wraps="module")] if shown else []
+    return [*table, verdict(result)]
 
 
 def verdict(result: Run) -> str:
@@ -230,6 +231,9 @@ def verdict(result: Run) -> str:
     ]
     lines += [f"{entry} of config.json: {old:g} is now {new:.6g}." for entry, (old, new) in settings["config"].items()]
     lines.append(f"{result['underflow']:.2%} of the weights become subnormal or 0 by scaling.")
+    lines.append(
+        "Scores of attention are not scaled: where they may pass 65504, call pasa.patch_pipeline after loading."
+    )
     if check and check["finite"]:
         lines.append(
             f"{result['out']}, loaded by transformers in FP16: perplexity {check['perplexity']:.6g}, before "
