@@ -75,10 +75,10 @@ def attend(call: Call) -> Results:
         )
     if call.q.numel() == 0 or call.k.numel() == 0:
         return attend_apart(attend, call)  # launches nothing
-    call = clear_before_windows(call)
+    clean = clear_before_windows(call)
     if call.options.recovery == "paper" or architecture() == on_310p.ARCHITECTURE:
-        return _pad_sequences(call)
-    return _attend_packed(call, call.cu_q, call.cu_k)
+        return _pad_sequences(clean)
+    return _attend_packed(clean, call.cu_q, call.cu_k)
 
 
 def _attend_packed(call: Call, cu_q: Tensor, cu_k: Tensor) -> Results:
