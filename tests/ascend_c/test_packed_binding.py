@@ -164,7 +164,7 @@ def test_without_the_longest_sequences_prefill_serves_a_call(npu, launches):
 
 
 def test_rows_behind_the_last_sequence_are_padding():
-    """On a device the last sequence may end before the last row; the kernel of decoding does not write such rows."""
+    """The last sequence may end before the last row, on a device; the kernel of decoding does not write such rows."""
     q, k, v = (x[0].transpose(0, 1) for x in normal_qkv((4, 2), (7, 30), 16))
     starts = ints([0, 2, 5], [0, 10, 30])
     call = arguments.packed(q, k, v, *starts, torch.ones(4), False, 0.25, -1, -1, 0.0, max_seqlen_q=3, max_seqlen_k=20)
@@ -197,7 +197,7 @@ def test_wrong_lengths_in_host_memory_are_named_by_the_public_function(npu, name
 @pytest.mark.parametrize("recovery", ["exact", "paper"])
 @pytest.mark.parametrize("device", ["q", "k"])
 def test_lengths_on_two_devices_are_refused(npu, recovery, device):
-    """Those in host memory would be checked, and those on the device would not."""
+    """Lengths in host memory would be checked, and lengths on the device would not."""
     edges = [x.to("meta") if name == device else x for name, x in zip("qk", EDGES, strict=True)]
     call = arguments.packed(*packed_qkv(), *EDGES, None, True, 0.2, -1, -1, 0.0, max_seqlen_q=235, max_seqlen_k=200)
     call.cu_q, call.cu_k = edges

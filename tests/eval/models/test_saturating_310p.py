@@ -65,7 +65,7 @@ def test_the_stored_run_is_of_64_tokens():
 
 
 def test_the_stored_runs_of_gemma_say_that_its_text_proves_nothing():
-    """Where saturation changes little, FP16's rounding decides, with pasa too; the failed run is stored beside."""
+    """FP16's rounding decides where saturation changes little, with pasa too; the failed run is stored beside."""
     results = [
         json.loads((RESULTS / name / "saturating.json").read_text("utf-8")) for name in ("gemma", "gemma_addiction")
     ]
