@@ -84,8 +84,8 @@ class Measurement:
     capability : str
         Of the device, such as "9.0".
     shape : Shape
-    faster : str
-        The name of the faster backend; empty if neither is.
+    faster, captured : str
+        The names of the backends that serve an eager call and one in a CUDA graph faster; empty if neither is.
     ratios : dict
         Maps "eager" and "graph", and the same on biased data ("eager biased"), to the speed of `sdpa` over that of
         `triton`.
@@ -98,9 +98,14 @@ class Measurement:
     capability: str
     shape: Shape
     faster: str
+    captured: str
     ratios: dict[str, float]
     case: str
     runs: tuple[str, ...]
+
+    def best(self, captured: bool) -> str:
+        """Return the name of the faster backend for calls that a graph captures, or for others."""
+        return self.captured if captured else self.faster
 
 
 def to_json(measurements: Iterable[Measurement]) -> str:
@@ -116,7 +121,9 @@ def table() -> tuple[Measurement, ...]:
     return tuple(Measurement(**{**row, "shape": Shape(**row["shape"]), "runs": tuple(row["runs"])}) for row in rows)
 
 
-def nearest(capability: str, shape: Shape, measurements: Sequence[Measurement] | None = None) -> Measurement | None:
+def nearest(
+    capability: str, shape: Shape, measurements: Sequence[Measurement] | None = None, *, captured: bool = False
+) -> Measurement | None:
     """Return the measurement of the most similar shape of the same kind on such a device, or None if there is none.
 
     However far it is: the smallest and the largest shapes of a kind are measured, and beyond them the same backend
@@ -125,19 +132,26 @@ def nearest(capability: str, shape: Shape, measurements: Sequence[Measurement] |
     found = table() if measurements is None else measurements
     near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
     # Of measurements that are equally far, one by which the preferred backend stays.
-    distance, best = min(near, key=lambda pair: (round(pair[0], 9), pair[1].faster == OTHER), default=(math.inf, None))
+    distance, best = min(
+        near, key=lambda pair: (round(pair[0], 9), pair[1].best(captured) == OTHER), default=(math.inf, None)
+    )
     return best if distance < math.inf else None
 
 
 @lru_cache(maxsize=SHAPES)
-def faster(capability: str, shape: Shape) -> str:
-    """Return the name of the backend that serves a shape faster on such a device; empty if none is known to."""
-    measured = nearest(capability, shape)
-    return "" if measured is None else measured.faster
+def faster(capability: str, shape: Shape, captured: bool) -> str:
+    """Return the name of the backend that serves a shape faster on such a device; empty if none is known to.
+
+    `captured`: while a CUDA graph is captured. Its launches do not wait for the host; an eager call may wait for it
+    longer than for the device.
+    """
+    measured = nearest(capability, shape, captured=captured)
+    return "" if measured is None else measured.best(captured)
 
 
 @cache
 def rivals(capability: str, dim: int, mask: str) -> frozenset[str]:
     """Return the backends that are faster for some shape like a head dimension and a mask on such a device."""
     like = [each for each in table() if (each.capability, each.shape.mask) == (capability, mask)]
-    return frozenset(each.faster for each in like if each.faster and kind_of_dim(each.shape.dim) == kind_of_dim(dim))
+    like = [each for each in like if kind_of_dim(each.shape.dim) == kind_of_dim(dim)]
+    return frozenset(name for each in like for name in (each.faster, each.captured) if name)

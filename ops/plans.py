@@ -318,7 +318,9 @@ def run(op: CustomOpDef, arguments: tuple[Any, ...], tensors: tuple[Tensor | Non
     if backends is None:
         return op._init_fn(*arguments)
     geometry = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
-    key = (op, _places(op, False)(arguments), *geometry, *backends.values())
+    q = tensors[0] if tensors[0] is not None else tensors[2]  # behind the gradients, which may be missing
+    captured = q is not None and q.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = (op, _places(op, False)(arguments), *geometry, *backends.values(), captured)
     plan = _plans.get(key, _missing)
     if plan is _missing:
         return _run_first(op, key, arguments)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pasa.ops import measured, notices
-from pasa.ops.attention.call import FEATURES, Call, Results
+from pasa.ops.attention.call import FEATURES, Call, Results, capturing
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.backends import ASCEND_C, HEAD_DIMS, REFERENCE, SDPA, TRITON, Backend, Request
 from pasa.ops.devices import capability, device_types
@@ -96,16 +96,17 @@ class ByShape(ModuleType):
     def attend(self, call: Call) -> Results:
         """Attend by the backend for the shape of the call, a dense one without features."""
         mask = "none" if call.mask is None else "bool" if call.mask.dtype == torch.bool else "float"
-        backend = self.backend_of(call.q.device, call.q.shape, call.k.shape, call.is_causal, mask)
+        captured = capturing(call.q)
+        backend = self.backend_of(call.q.device, call.q.shape, call.k.shape, call.is_causal, mask, captured)
         results: Results = backend.load().attend(call)
         return results
 
     def _backend_of(
-        self, device: torch.device, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool, mask: str
+        self, device: torch.device, q_shape: torch.Size, k_shape: torch.Size, is_causal: bool, mask: str, captured: bool
     ) -> Backend:
         (batch, heads, rows, dim), (_, kv_heads, keys, _) = q_shape, k_shape
         shape = measured.Shape(dim, is_causal, mask, batch * heads, batch * kv_heads, rows, keys)
-        return self.faster.get(measured.faster(_capability(device), shape), self.preferred)
+        return self.faster.get(measured.faster(_capability(device), shape, captured), self.preferred)
 
 
 @cache
@@ -132,7 +133,7 @@ def state(backend: Backend) -> str:
     if preferred is None or backend is preferred:
         return text
     here = [each for each in measured.table() if each.capability == capability()]
-    taken = [each for each in here if each.faster == backend.name]
+    taken = [each for each in here if backend.name in (each.faster, each.captured)]
     dims = ", ".join(map(str, sorted({each.shape.dim for each in taken})))
     like = f"{len(taken)} of {len(here)} shapes measured on such a GPU (head dim {dims})"
     return f"{text}; serves calls like {like}, because it is faster there than {preferred.name}" if taken else text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from pasa.eval.speed.implementations import GUARDED
@@ -43,15 +44,15 @@ def shape_of(case: Record) -> Shape:
     )
 
 
-def verdict(ratios: Mapping[str, float], rows: int = 1) -> str:
+def verdict(ratios: Mapping[str, float], rows: int = 1, *, captured: bool = False) -> str:
     """Return the backend whose worst slowdown is smaller; empty if they differ by no more than the margin.
 
-    `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured. Eager calls
-    that wait for the host count in decoding alone (`rows`), where each token waits. The layers of a prompt wait little:
-    the host enqueues one while the device runs another.
+    `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured. Times in a
+    graph are those of the device. They count where a graph captures the call, and for prompts (`rows`): the host
+    enqueues one layer while the device runs another. In eager decoding each token waits for the host.
     """
-    if rows > measured.DECODING:
-        ratios = {how: each for how, each in ratios.items() if how.startswith("graph")} or ratios
+    counts = "graph" if captured or rows > measured.DECODING else "eager"
+    ratios = {how: each for how, each in ratios.items() if how.startswith(counts)} or ratios
     if not ratios:
         return ""
     slowdown_of_preferred = max(1.0, *ratios.values())
@@ -87,7 +88,14 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
             result.append(
-                Measurement(capability, shape, verdict(ratios, shape.rows), ratios, names[shape], tuple(sources))
+                Measurement(
+                    capability,
+                    shape,
+                    *(verdict(ratios, shape.rows, captured=each) for each in (False, True)),
+                    ratios,
+                    names[shape],
+                    tuple(sources),
+                )
             )
     return result
 
@@ -103,11 +111,11 @@ def _ratio(other: tuple[Record, Record], preferred: tuple[Record, Record]) -> fl
 def wrong(run: Record, table: Sequence[Measurement] | None = None) -> list[str]:
     """Return a line for each shape of a run for which the slower backend is chosen, with the table that is in use."""
     lines = []
-    for each in measurements([run]):
-        known = measured.nearest(each.capability, each.shape, table)
-        chosen = OTHER if known is not None and known.faster == OTHER else PREFERRED
-        if each.faster not in ("", chosen):
+    for each, captured in product(measurements([run]), (False, True)):
+        known = measured.nearest(each.capability, each.shape, table, captured=captured)
+        chosen = OTHER if known is not None and known.best(captured) == OTHER else PREFERRED
+        if (faster := each.best(captured)) not in ("", chosen):
             times = ", ".join(f"{ratio:.2f} {how}" for how, ratio in each.ratios.items())
-            said = f"{chosen} is chosen, although {each.faster} is faster"
+            said = f"{chosen} is chosen {'in a graph' if captured else 'eagerly'}, although {faster} is faster"
             lines.append(f"{each.case}: {said} (speed of {OTHER} over {PREFERRED}: {times})")
     return lines

@@ -140,8 +140,17 @@ def report(result: dict[str, Any]) -> list[Table | str]:
         size = f"{shape['heads']}/{shape['kv_heads']}, {shape['rows']} x {shape['keys']}, {shape['dim']}"
         kind = "causal" if shape["causal"] else "full" if shape["mask"] == "none" else f"{shape['mask']} mask"
         numbers = [f"{ratios[how]:.2f}" if how in ratios else "-" for how in WAYS]
-        rows.append([each["case"], each["capability"], f"({size}) {kind}", *numbers, each["faster"] or "neither"])
-    header = ["case", "capability", "shape", *(f"{OTHER} / {PREFERRED}, {how}" for how in WAYS), "faster"]
+        rows.append(
+            [
+                each["case"],
+                each["capability"],
+                f"({size}) {kind}",
+                *numbers,
+                *(each[how] or "neither" for how in ("faster", "captured")),
+            ]
+        )
+    header = ["case", "capability", "shape", *(f"{OTHER} / {PREFERRED}, {how}" for how in WAYS)]
+    header += ["faster eagerly", "faster in a graph"]
     texts = [
         f"No run speaks for {len(names)} of {len(GRID)} cases of the grid on capability {device}: "
         f"`pasa bench speed --grid` measures them. For them, {PREFERRED} is chosen."
@@ -157,7 +166,7 @@ def grid_table(result: dict[str, Any]) -> Table:
     """Return the speeds of both backends over kinds of cases of a stored grid, and which of them is chosen there."""
     names = tuple(BACKENDS)
     groups: dict[str, dict[tuple[str, bool], list[float]]] = {}
-    chosen: dict[str, dict[str, str]] = {}
+    chosen: dict[str, dict[str, list[str]]] = {}
     capability = result["environment"]["capability"]
     for case in result["cases"]:
         shape = shape_of(case)
@@ -167,14 +176,18 @@ def grid_table(result: dict[str, Any]) -> Table:
             if each["implementation"] in names and each["to_cudnn"]:
                 ratios.setdefault((each["implementation"], biased), []).append(each["to_cudnn"])
         plain = case["name"].removesuffix("+channels")
-        chosen.setdefault(label, {})[plain] = measured.faster(capability, shape) or PREFERRED
+        chosen.setdefault(label, {})[plain] = [
+            measured.faster(capability, shape, captured) or PREFERRED for captured in (False, True)
+        ]
     rows = []
     for label, ratios in groups.items():
         cells = [" / ".join(_range(ratios[name, b]) for b in (False, True) if (name, b) in ratios) for name in names]
-        taken = list(chosen[label].values())
-        counts = [f"`{each}` in {taken.count(each)}" for each in BACKENDS.values() if each in taken]
-        rows.append([label, *cells, " and ".join(counts)])
-    header = ["calls", "our kernels", f"`{OTHER}`", "chosen"]
+        for taken in zip(*chosen[label].values(), strict=True):
+            cells.append(
+                " and ".join(f"`{each}` in {taken.count(each)}" for each in BACKENDS.values() if each in taken)
+            )
+        rows.append([label, *cells])
+    header = ["calls", "our kernels", f"`{OTHER}`", "chosen eagerly", "chosen in a graph"]
     note = "Speed in a CUDA graph, as times that of cuDNN, on N(0, 1) / biased data, and the number of shapes."
     return Table("Speed by kind of call", header, rows, note)
 

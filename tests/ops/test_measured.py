@@ -14,9 +14,9 @@ from pasa.ops.backends import Backend
 from pasa.ops.measured import Measurement, Shape
 
 FULL = Shape(dim=80, causal=False, mask="none", heads=16, kv_heads=16, rows=4096, keys=4096)
-SLOWER = Measurement("9.0", FULL, "sdpa", {"eager": 1.3, "graph": 1.4}, "full", ("H200, commit 0",))
+SLOWER = Measurement("9.0", FULL, "sdpa", "sdpa", {"eager": 1.3, "graph": 1.4}, "full", ("H200, commit 0",))
 SHORT = dataclasses.replace(FULL, rows=512, keys=512)
-FASTER = Measurement("9.0", SHORT, "triton", {"eager": 0.3, "graph": 0.9}, "short", ("H200, commit 0",))
+FASTER = Measurement("9.0", SHORT, "triton", "triton", {"eager": 0.3, "graph": 0.9}, "short", ("H200, commit 0",))
 
 
 @pytest.fixture
@@ -127,7 +127,9 @@ def test_head_dimensions_that_the_same_kernels_serve_are_alike(hopper, dim, like
 
 
 def test_the_nearest_measurement_counts():
-    far = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), faster="far")
+    far = dataclasses.replace(
+        SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), faster="far", captured="far"
+    )
     assert measured.nearest("9.0", dataclasses.replace(FULL, rows=5000), (far, SLOWER)) is SLOWER
     assert measured.nearest("9.0", dataclasses.replace(FULL, rows=7000, keys=7000), (far, SLOWER)) is far
     assert measured.nearest("8.0", FULL, (far, SLOWER)) is None
@@ -157,4 +159,16 @@ def test_a_table_survives_being_written(tmp_path, monkeypatch):
 
 
 def test_the_stored_table_can_be_read():
-    assert {each.faster for each in measured.table()} <= {"", "triton", "sdpa"}
+    assert {name for each in measured.table() for name in (each.faster, each.captured)} <= {"", "triton", "sdpa"}
+
+
+def test_a_call_that_a_graph_captures_goes_to_the_backend_that_is_faster_there(hopper):
+    """Eager decoding waits for the host, whose work for `sdpa` takes longer; a graph does not wait."""
+    decoding = dataclasses.replace(FULL, rows=1)
+    other = dataclasses.replace(SLOWER, shape=decoding, faster="triton", ratios={"eager": 0.4, "graph": 1.5})
+    hopper.setattr(measured, "table", lambda: (other,))
+    module = chosen()[0]
+    assert served(module, 1, 4096) == "triton"
+    hopper.setattr(registry, "capturing", lambda x: True)
+    assert served(module, 1, 4096) == "sdpa"
+    assert "serves calls like 1 of 1 shapes" in {line.name: line.reason for line in pasa.backends()}["sdpa"]

@@ -196,7 +196,7 @@ def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
     choose = registry.choose
     monkeypatch.setattr(registry, "choose", lambda *how: (by_shape, *choose(*how)[1:]))
     monkeypatch.setattr(registry, "_capability", lambda _: "9.0")
-    monkeypatch.setattr(registry.measured, "faster", lambda _, shape: served_by[shape.keys])
+    monkeypatch.setattr(registry.measured, "faster", lambda _, shape, captured: served_by[shape.keys])
     for seed in range(2):
         for keys in inputs:
             out, _ = attend(*inputs[keys][seed])

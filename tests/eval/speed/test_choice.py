@@ -53,12 +53,12 @@ def test_a_text_that_is_no_shape_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("eager", "graph", "faster"),
+    ("plain", "biased", "faster"),
     [
         (1.2, 1.2, "sdpa"),
         (1.0, 1.2, "sdpa"),
         (0.98, 1.2, "sdpa"),
-        (0.9, 1.2, "sdpa"),  # each is faster one way, and sdpa loses less
+        (0.9, 1.2, "sdpa"),  # each is faster on one kind of data, and sdpa loses less
         (0.7, 1.2, "triton"),
         (0.82, 1.2, ""),
         (1.04, 1.04, ""),
@@ -66,15 +66,22 @@ def test_a_text_that_is_no_shape_is_refused():
         (0.8, 0.8, "triton"),
     ],
 )
-def test_the_chosen_one_loses_less_where_it_loses_most(eager, graph, faster):
-    assert verdict({"eager": eager, "graph": graph}) == faster
+def test_the_chosen_one_loses_less_where_it_loses_most(plain, biased, faster):
+    assert verdict({"eager": plain, "eager biased": biased}) == faster
     assert verdict({}) == ""
+
+
+def test_times_of_the_device_count_for_prompts_and_in_graphs():
+    ratios = {"eager": 0.5, "eager biased": 0.8, "graph": 1.2, "graph biased": 0.9}
+    assert verdict(ratios) == verdict(ratios, rows=16) == "triton"
+    assert verdict(ratios, rows=17) == verdict(ratios, captured=True) == verdict(ratios, 17, captured=True) == "sdpa"
+    assert verdict({"eager": 1.5}, captured=True) == verdict({"graph": 1.5}) == "sdpa"  # what else was measured
 
 
 def test_a_run_gives_a_measurement_for_each_shape():
     (found,) = measurements([stored_run(FASTER_EVERYWHERE)])
     assert found.shape == Shape(80, False, "none", 16, 8, 1000, 3000)
-    assert (found.capability, found.faster, found.case) == ("9.0", "sdpa", "wide")
+    assert (found.capability, found.faster, found.captured, found.case) == ("9.0", "sdpa", "sdpa", "wide")
     assert found.ratios == {"eager": 1.5, "graph": 1.2}
     assert found.runs == ("H200, commit 0",)
 
@@ -98,13 +105,14 @@ def test_data_and_failures_do_not_count():
 def test_a_wrong_choice_is_named():
     """Without a table `triton` is chosen; a table that follows the measurement has nothing to complain of."""
     measured_now = stored_run(FASTER_EVERYWHERE)
-    (line,) = wrong(measured_now, ())
+    lines = wrong(measured_now, ())
     ratios = "speed of sdpa over triton: 1.50 eager, 1.20 graph"
-    assert line == f"wide: triton is chosen, although sdpa is faster ({ratios})"
+    ways = "eagerly", "in a graph"
+    assert lines == [f"wide: triton is chosen {how}, although sdpa is faster ({ratios})" for how in ways]
     assert wrong(measured_now, measurements([measured_now])) == []
     opposite = {key: 1 / each for key, each in FASTER_EVERYWHERE.items()}
-    (line,) = wrong(stored_run(opposite), measurements([measured_now]))
-    assert line.startswith("wide: sdpa is chosen, although triton is faster")
+    lines = wrong(stored_run(opposite), measurements([measured_now]))
+    assert [line.startswith("wide: sdpa is chosen") for line in lines] == [True, True]
 
 
 def test_a_difference_within_the_margin_is_no_wrong_choice():
@@ -118,8 +126,8 @@ def test_the_benchmark_fails_on_a_wrong_choice(monkeypatch):
     monkeypatch.setattr(measured, "table", lambda: ())
     result = run.measure([fakes.TINY], entrants, fakes.FakeClock(), fakes.BANDWIDTH, 2)
     assert not result["gate"]["passed"]
-    (failure,) = result["gate"]["failures"]
-    assert failure.startswith("tiny: triton is chosen, although sdpa is faster")
+    failure, _ = result["gate"]["failures"]
+    assert failure.startswith("tiny: triton is chosen eagerly, although sdpa is faster")
 
 
 def test_the_stored_table_comes_from_stored_runs():

@@ -1,6 +1,8 @@
 """Tests that need a GPU: streams, CUDA graphs, several devices, compiled models, tuning, long caches."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +47,30 @@ def test_captured_in_a_graph(name, mode):
         expected, expected_lse = pasa.attention(*new, config=mode.config, backend="triton", return_lse=True)
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool"])
+@pytest.mark.parametrize("dim", [40, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("keys", [16, 256, 700])
+def test_the_first_call_of_a_backend_may_be_in_a_capture(keys, dim, mask, is_causal):
+    """Where eager calls prefer the other backend, nothing of this one was compiled, loaded or planned before.
+
+    Each in a process of its own, in which only an eager call went before.
+    """
+    script = f"""
+import torch, pasa
+q, k, v = (torch.randn(4, h, n, {dim}, device="cuda").half() for h, n in ((8, 1), (2, {keys}), (2, {keys})))
+mask = torch.ones(4, 1, 1, {keys}, dtype=torch.bool, device="cuda") if {mask is not None} else None
+expected = pasa.attention(q, k, v, attn_mask=mask, is_causal={is_causal and mask is None}, backend="triton")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = pasa.attention(q, k, v, attn_mask=mask, is_causal={is_causal and mask is None}, backend="sdpa")
+graph.replay()
+assert (out - expected).abs().max() < 4e-3, (out - expected).abs().max()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", SHAPES)
