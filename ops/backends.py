@@ -41,7 +41,9 @@ class Backend:
     name : str
         The value of the argument `backend` that selects it.
     module : str
-        Imported on first use; defines `attend(call)`, and may define `gradients(call, grad_out, grad_lse)`.
+        Imported on first use; defines `attend(call)`, and may define `gradients(call, grad_out, grad_lse)`. One that
+        serves calls because it is faster also defines `warm_up(device)` and `is_warm(device)`: whether a CUDA graph may
+        capture its calls.
     devices : tuple of str
         torch device types; empty means any.
     devices_by_name : tuple of str

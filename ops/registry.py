@@ -96,9 +96,17 @@ class ByShape(ModuleType):
     def attend(self, call: Call) -> Results:
         """Attend by the backend for the shape of the call, a dense one without features."""
         mask = "none" if call.mask is None else "bool" if call.mask.dtype == torch.bool else "float"
-        captured = capturing(call.q)
-        backend = self.backend_of(call.q.device, call.q.shape, call.k.shape, call.is_causal, mask, captured)
-        results: Results = backend.load().attend(call)
+        device, captured = call.q.device, capturing(call.q)
+        eager, in_graph = (
+            self.backend_of(device, call.q.shape, call.k.shape, call.is_causal, mask, each) for each in (False, True)
+        )
+        chosen = in_graph if captured else eager
+        if captured and chosen is not self.preferred and not chosen.load().is_warm(device):
+            chosen = self.preferred
+        for each in {eager, in_graph} - {self.preferred}:
+            if not captured:  # a graph may follow
+                each.load().warm_up(device)
+        results: Results = chosen.load().attend(call)
         return results
 
     def _backend_of(

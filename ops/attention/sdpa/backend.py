@@ -26,7 +26,9 @@ from pasa.ops.attention.sdpa.fused import (
     cudnn_serves,
     fused_attention,
     has_aligned_rows,
+    is_warm,
     score_format,
+    warm_up,
 )
 from pasa.ops.attention.spec.masking import dense_mask, fitting_mask, non_finite_reach, read_mask
 from pasa.ops.attention.spec.packed import attend_apart, attend_each
@@ -35,6 +37,8 @@ from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
 from pasa.ops.numerics.formats import FP16_MAX
 from pasa.ops.plans import repeat_whole
+
+__all__ = ["attend", "is_warm", "warm_up"]
 
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window

@@ -9,6 +9,7 @@ torch's own functions are called below `torch.nn.functional`, so a program that 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -23,6 +24,7 @@ Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, floa
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
 CUDNN = torch._scaled_dot_product_cudnn_attention  # the same operator in torch.ops takes the host longer
 FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
+_of_thread = threading.local()
 
 
 class ScoreFormat(NamedTuple):
@@ -144,6 +146,23 @@ def call_cudnn(
     """Attend by cuDNN to tensors that it is known to serve."""
     out, lse, *_ = CUDNN(q, k, v, bias, True, 0.0, causal, False, scale=scale)
     return out, lse.squeeze(-1) if lse.dim() == 4 else lse
+
+
+def warm_up(device: torch.device) -> None:
+    """Call cuDNN once in a thread, so that its later calls may be captured in a CUDA graph.
+
+    The first call of a thread on a device allocates memory by cudaMalloc, which invalidates a capture.
+    """
+    if not is_warm(device):
+        x = torch.zeros(1, 1, ALIGNED, 64, dtype=torch.float16, device=device)
+        if cudnn_serves(x, x, x, None, False):
+            call_cudnn(x, x, x, None, False, 1.0)
+        vars(_of_thread).setdefault("devices", set()).add(device)
+
+
+def is_warm(device: torch.device) -> bool:
+    """Return whether `warm_up` ran in this thread."""
+    return device in vars(_of_thread).get("devices", ())
 
 
 def has_aligned_rows(x: Tensor) -> bool:
