@@ -87,16 +87,8 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
                 environment for how in ratios for _, environment in (records[how, each] for each in BACKENDS.values())
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
-            result.append(
-                Measurement(
-                    capability,
-                    shape,
-                    *(verdict(ratios, shape.rows, captured=each) for each in (False, True)),
-                    ratios,
-                    names[shape],
-                    tuple(sources),
-                )
-            )
+            eagerly, in_graph = (verdict(ratios, shape.rows, captured=each) for each in (False, True))
+            result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
     return result
 
 

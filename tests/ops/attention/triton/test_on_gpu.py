@@ -52,11 +52,12 @@ def test_captured_in_a_graph(name, mode):
 FIRST_CALLS = """
 import sys, threading, torch, pasa
 from itertools import product
+from torch.nn.functional import scaled_dot_product_attention
 
 before, where = sys.argv[1:]
 
 def capture():
-    for keys, dim, form in product((16, 256, 700), (40, 64, 80, 128, 192, 256), range(3)):
+    for keys, dim, form in product((16, 700), (40, 64, 80, 128, 192, 256), range(3)):
         q, k, v = (torch.randn(2, h, n, dim, device="cuda").half() for h, n in ((32, 1), (8, keys), (8, keys)))
         mask = torch.ones(2, 1, 1, keys, dtype=torch.bool, device="cuda") if form == 1 else None
         options = {"attn_mask": mask, "is_causal": form == 2}
@@ -67,7 +68,7 @@ def capture():
             out = pasa.attention(q, k, v, **options)
         graph.replay()
         torch.cuda.synchronize()
-        expected = pasa.attention(q.cpu(), k.cpu(), v.cpu(), **{**options, "attn_mask": None}).cuda()
+        expected = scaled_dot_product_attention(q.float(), k.float(), v.float(), enable_gqa=True)
         assert (out - expected).abs().max() < 4e-3, (keys, dim, form, (out - expected).abs().max())
 
 if where == "main":
