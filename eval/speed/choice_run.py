@@ -31,7 +31,6 @@ DIMS = (40, 64, 80, 128, 192, 256)
 HEADS, TOKENS = (8, 64), (128, 512, 2048, 8192)
 MOST_HEADS = 512  # for the fewest tokens
 KINDS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
-MASKED_DIMS = (64, 80, 128, 192)
 # Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
 DECODING = (
     *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (16, 64, 256, 2048, 16384)),
@@ -39,6 +38,8 @@ DECODING = (
     *((8, 32, 8, 1, keys, True) for keys in (512, 8192)),
     *((4, heads, kv_heads, 16, keys, False) for heads, kv_heads in ((32, 2), (16, 16)) for keys in (64, 1024, 16384)),
     (16, 16, 16, 1, 2048, False),
+    *((1, 8, 1, 1, keys, False) for keys in (1024, 16384)),
+    *((2, 4, 4, 8, keys, False) for keys in (1024, 16384)),
 )
 CROSS = (2048, 16), (256, 8192)  # rows and keys
 
@@ -61,7 +62,7 @@ PLAIN = (
     *(
         _prefill(kind, heads, tokens, tokens, dim)
         for kind in KINDS
-        for dim in (MASKED_DIMS if kind == "padded" else DIMS)
+        for dim in DIMS
         for heads, tokens in (*product(HEADS, TOKENS), (MOST_HEADS, TOKENS[0]))
     ),
     *(_prefill("full", heads, *sizes, dim) for dim in DIMS for heads in HEADS for sizes in CROSS),
@@ -79,23 +80,26 @@ GRID = PLAIN + BIASED
 def run_grid(
     rounds: Annotated[int, "Timed turns of each implementation."] = 3,
     minutes: Minutes = None,
+    case: Annotated[list[str] | None, typer.Option(help="How names of cases begin, repeatable.")] = None,
     folder: Path | None = None,
     progress: output.Report = output.silent,
 ) -> dict[str, Any]:
     """Time backends `triton` and `sdpa` on the shapes of `pasa bench choice`; exit 1 if a slower one is chosen.
 
-    Cases that are in `folder` are not run again.
+    Cases that are in `folder` are not run again. Without `case` all are run.
     """
     at_least(1, rounds=rounds)
+    for start in case or ():
+        if not any(each.name.startswith(start) for each in GRID):
+            raise ValueError(f"no case of the grid begins with {start!r}, as decode-1x32x1x16-d40 does with decode-1x")
     clock = CudaClock()
     implementations = select_implementations([CUDNN, *BACKENDS])
     bandwidth = copy_bandwidth(clock)
-    cases = {case.name: case for case in GRID}
+    cases = {each.name: each for each in GRID if each.name.startswith(tuple(case or [""]))}
     kept = CasesFile(folder, {"rounds": rounds}, describe(clock.device))
 
     def measure(name: str) -> dict[str, Any]:
-        case = cases[name]
-        return {"records": measure_case(case, implementations, clock, bandwidth, rounds, split_up=False)[0]}
+        return {"records": measure_case(cases[name], implementations, clock, bandwidth, rounds, split_up=False)[0]}
 
     with torch.inference_mode():
         done = kept.fill(list(cases), measure, minutes, progress)

@@ -190,3 +190,8 @@ def test_a_run_of_the_grid_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert run == ["one", "two", "two", "three"]
     assert [record["case"] for record in whole["records"]] == names
     assert whole["gate"]["passed"]
+    part = choice_run.run_grid(case=["t"])
+    assert [case["name"] for case in part["cases"]] == ["two", "three"]
+    assert part["gate"]["passed"]
+    with pytest.raises(ValueError, match="no case of the grid begins with 'four'"):
+        choice_run.run_grid(case=["one", "four"])
