@@ -70,21 +70,18 @@ def _may_stack(call: Call) -> bool:
     """Return whether the queries of a group of heads, which share keys, may be rows of one head.
 
     A tile of cuDNN holds rows of one head, and few rows leave most of it empty. The same rows below each other take
-    down to a sixth of the time.
+    down to a sixth of the time. For a single row, cuDNN has a kernel that divides the keys, and is left as it is.
     """
-    rows, mask = call.q.shape[2], call.mask
-    few = rows <= STACKED_ROWS and call.q.shape[1] > call.k.shape[1]
-    alike = rows == 1 or not call.is_causal
-    if mask is not None:
-        alike = alike and all(size == 1 for size in mask.shape[-3:-1])
-    return few and alike and call.sinks is None and call.window == (-1, -1)
+    few, grouped = 1 < call.q.shape[2] <= STACKED_ROWS, call.q.shape[1] > call.k.shape[1]
+    alike = not call.is_causal and (call.mask is None or all(size == 1 for size in call.mask.shape[-3:-1]))
+    return few and grouped and alike and call.sinks is None and call.window == (-1, -1)
 
 
 def _stacked(call: Call) -> Repeated:
     """Return `_repeated` of a call whose groups of queries are rows of one head, with results as of the call itself."""
     (batch, heads, rows, dim), kv_heads = call.q.shape, call.k.shape[1]
     stack = batch, kv_heads, heads // kv_heads * rows, dim
-    again, tokens_first = _repeated(replace(call, q=call.q.reshape(stack), is_causal=False)), is_tokens_first(call.q)
+    again, tokens_first = _repeated(replace(call, q=call.q.reshape(stack))), is_tokens_first(call.q)
 
     def unstacked(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = again(q.reshape(stack), *others)

@@ -409,7 +409,10 @@ def test_a_batch_invariant_call_is_not_left_to_cudnn(limits, monkeypatch):
 def test_queries_of_a_group_are_rows_of_one_head_where_they_see_the_same_keys(
     rows, is_causal, mask, order, monkeypatch
 ):
-    """Story: cuDNN took 760 us for 38 query heads of one key head, and takes 116 us for the same rows of one head."""
+    """Story: cuDNN took 760 us for 38 query heads of one key head, and takes 116 us for the same rows of one head.
+
+    With one row of each head, its kernel for decoding is faster without that.
+    """
     batch, heads, kv_heads, keys = 2, 6, 2, 40
     seen = []
     monkeypatch.setattr(backend, "_triton_guard", lambda device: attend_guarded)
@@ -430,8 +433,7 @@ def test_queries_of_a_group_are_rows_of_one_head_where_they_see_the_same_keys(
     expected, expected_lse = pasa.golden_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
     outs = [attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal) for _ in range(3)]
     plans._plans.clear()
-    alike = rows == 1 or (rows == 5 and not is_causal)
-    stacked = alike and (mask in (None, "keys", "float") or (mask == "rows" and rows == 1))
+    stacked = rows == 5 and not is_causal and mask in (None, "keys", "float")
     assert seen[0] == ((batch, kv_heads, 3 * rows, 16) if stacked else (batch, heads, rows, 16))
     for out, lse in outs:
         assert out.stride() == outs[0][0].stride()
