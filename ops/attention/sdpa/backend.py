@@ -36,7 +36,7 @@ from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
 from pasa.ops.numerics.formats import FP16_MAX
-from pasa.ops.plans import repeat_whole
+from pasa.ops.plans import repeat_whole, unrecorded
 
 __all__ = ["attend", "is_warm", "warm_up"]
 
@@ -81,7 +81,9 @@ def _stacked(call: Call) -> Repeated:
     """Return `_repeated` of a call whose groups of queries are rows of one head, with results as of the call itself."""
     (batch, heads, rows, dim), kv_heads = call.q.shape, call.k.shape[1]
     stack = batch, kv_heads, heads // kv_heads * rows, dim
-    again, tokens_first = _repeated(replace(call, q=call.q.reshape(stack))), is_tokens_first(call.q)
+    tokens_first = is_tokens_first(call.q)
+    with unrecorded():  # it may copy
+        again = _repeated(replace(call, q=call.q.reshape(stack)))
 
     def unstacked(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = again(q.reshape(stack), *others)

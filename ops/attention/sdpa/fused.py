@@ -19,6 +19,7 @@ from torch import Tensor
 from pasa.ops.attention.call import capturing
 from pasa.ops.attention.sdpa import npu
 from pasa.ops.devices import ASCEND_310P, npu_chip
+from pasa.ops.plans import unrecorded
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
@@ -154,9 +155,10 @@ def warm_up(device: torch.device) -> None:
     The first call of a thread on a device allocates memory by cudaMalloc, which invalidates a capture.
     """
     if not is_warm(device):
-        x = torch.zeros(1, 1, ALIGNED, 64, dtype=torch.float16, device=device)
-        if cudnn_serves(x, x, x, None, False):
-            call_cudnn(x, x, x, None, False, 1.0)
+        with unrecorded():
+            x = torch.zeros(1, 1, ALIGNED, 64, dtype=torch.float16, device=device)
+            if cudnn_serves(x, x, x, None, False):
+                call_cudnn(x, x, x, None, False, 1.0)
         vars(_of_thread).setdefault("devices", set()).add(device)
 
 

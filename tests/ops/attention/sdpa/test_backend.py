@@ -432,6 +432,7 @@ def test_queries_of_a_group_are_rows_of_one_head_where_they_see_the_same_keys(
     }[mask]
     expected, expected_lse = pasa.golden_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
     outs = [attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal) for _ in range(3)]
+    assert None not in plans._plans.values()  # each is repeated by its plan
     plans._plans.clear()
     stacked = rows == 5 and not is_causal and mask in (None, "keys", "float")
     assert seen[0] == ((batch, kv_heads, 3 * rows, 16) if stacked else (batch, heads, rows, 16))
