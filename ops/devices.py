@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +20,15 @@ NO_PAGE_ANCHORS = ("3.7",)  # versions whose compiler fails on the kernel that r
 HOPPER = (9, 0)
 SM_100_SINCE = "3.8"  # the first version that compiles the kernels of prefill for sm_100 (B200)
 ASCEND_310P = "Ascend310P"  # begins the names of the chips of the Atlas 300I Duo and its kin: docs/ascend/310p.md
+
+
+class _OfThread(threading.local):
+    devices: frozenset[torch.device] = frozenset()
+
+
+warm = _OfThread()
+"""Holds for which `devices` this thread has warmed up what a CUDA graph can only capture then. Plans of calls depend on
+it, because what a warm thread does may invalidate the capture of a cold one."""
 
 
 def device_types() -> tuple[str, ...]:

@@ -127,11 +127,11 @@ def nearest(
     """Return the measurement of the most similar shape of the same kind on such a device, or None if there is none.
 
     However far it is: the smallest and the largest shapes of a kind are measured, and beyond them the same backend
-    stays the faster one.
+    stays the faster one. Of measurements that are equally far, one by which the preferred backend stays is returned,
+    for calls that a graph captures (`captured`) or others.
     """
     found = table() if measurements is None else measurements
     near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
-    # Of measurements that are equally far, one by which the preferred backend stays.
     distance, best = min(
         near, key=lambda pair: (round(pair[0], 9), pair[1].best(captured) == OTHER), default=(math.inf, None)
     )
@@ -142,8 +142,8 @@ def nearest(
 def faster(capability: str, shape: Shape, captured: bool) -> str:
     """Return the name of the backend that serves a shape faster on such a device; empty if none is known to.
 
-    `captured`: while a CUDA graph is captured. Its launches do not wait for the host; an eager call may wait for it
-    longer than for the device.
+    `captured`: while a CUDA graph is captured. The graph's launches do not wait for the host, while an eager call may
+    wait longer for the host than for the device.
     """
     measured = nearest(capability, shape, captured=captured)
     return "" if measured is None else measured.best(captured)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from pasa.ops.devices import on_device, without_autocast
+from pasa.ops.devices import on_device, warm, without_autocast
 
 # torch loads torch.distributed.nn with torch._dynamo, at the first torch mode, profiler or compilation. Its functions
 # keep the process group of that moment as a default. destroy_process_group then cannot end gloo's threads, and a
@@ -321,7 +321,7 @@ def run(op: CustomOpDef, arguments: tuple[Any, ...], tensors: tuple[Tensor | Non
     q = tensors[0] if tensors[0] is not None else tensors[2]  # behind the gradients, which may be missing
     captured = q is not None and q.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (op, _places(op, False)(arguments), *geometry, *backends.values(), captured)
-    plan = _plans.get(key, _missing)
+    plan = _plans.get((*key, warm.devices), _missing)
     if plan is _missing:
         return _run_first(op, key, arguments)
     return op._init_fn(*arguments) if plan is None else plan.run(tensors)
@@ -342,5 +342,6 @@ def _run_first(op: CustomOpDef, key: tuple[Any, ...], arguments: tuple[Any, ...]
         plan = None
     if len(_plans) >= PLANS:
         _plans.clear()
+    key = (*key, warm.devices)  # threads that are cold do not find what a warm one does
     _plans[key] = plan
     return results

@@ -144,7 +144,11 @@ def state(backend: Backend) -> str:
     taken = [each for each in here if backend.name in (each.faster, each.captured)]
     dims = ", ".join(map(str, sorted({each.shape.dim for each in taken})))
     like = f"{len(taken)} of {len(here)} shapes measured on such a GPU (head dim {dims})"
-    return f"{text}; serves calls like {like}, because it is faster there than {preferred.name}" if taken else text
+    graphs = sum(each.faster != backend.name for each in taken)
+    alone = f", in {graphs} of them in a CUDA graph alone" if graphs else ""
+    return (
+        f"{text}; serves calls like {like}, because it is faster there than {preferred.name}{alone}" if taken else text
+    )
 
 
 def provider(function: str, device: str, head_dim: int = 0) -> ModuleType | None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
-from pasa.ops import plans, registry
+from pasa.ops import devices, plans, registry
 from pasa.ops.attention.sdpa import fused
 from pasa.ops.attention.spec import pages
 from pasa.ops.attention.triton import backend as triton_backend
@@ -203,13 +203,20 @@ def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
     monkeypatch.setattr(
         registry.measured, "faster", lambda _, shape, captured: "sdpa" if captured else served_by[shape.keys]
     )
-    monkeypatch.setattr(fused, "_of_thread", threading.local())
+    monkeypatch.setattr(devices.warm, "devices", frozenset())
+    warmed = []
+    monkeypatch.setattr(fused, "cudnn_serves", lambda q, *others: q.shape[2] == fused.ALIGNED)  # while warming up
+    monkeypatch.setattr(fused, "call_cudnn", lambda *call: warmed.append(threading.get_ident()))
     for seed in range(2):
         for keys in inputs:
             out, _ = attend(*inputs[keys][seed])
             assert torch.equal(out, expected[keys][seed])
-    assert fused.is_warm(inputs[300][0][0].to(DEVICE).device)
+    assert warmed == [threading.get_ident()]
     assert [plan is None for plan in kept()] == [False, True]
+    other = threading.Thread(target=lambda: attend(*inputs[300][0]))
+    other.start()
+    other.join()
+    assert len(set(warmed)) == 2  # the other thread was not served by a plan of this one
 
 
 def test_autograd_and_modes_see_calls_that_have_plans():

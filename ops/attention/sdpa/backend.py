@@ -44,7 +44,7 @@ Repeated = Callable[..., tuple[Tensor, Tensor]]
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
-STACKED_ROWS = 64  # half of the rows of cuDNN's tile
+STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
 
@@ -69,8 +69,8 @@ def _attend_planned(call: Call) -> Results:
 def _may_stack(call: Call) -> bool:
     """Return whether the queries of a group of heads, which share keys, may be rows of one head.
 
-    A tile of cuDNN holds rows of one head, and few rows leave most of it empty. The same rows below each other take
-    down to a sixth of the time. For a single row, cuDNN has a kernel that divides the keys, and is left as it is.
+    A tile of cuDNN holds rows of one head, and few rows leave most of it empty. As rows of one head they take as little
+    as a sixth of the time. Single rows stay apart: for them cuDNN has a kernel that divides the keys.
     """
     few, grouped = 1 < call.q.shape[2] <= STACKED_ROWS, call.q.shape[1] > call.k.shape[1]
     alike = not call.is_causal and (call.mask is None or all(size == 1 for size in call.mask.shape[-3:-1]))

@@ -9,7 +9,6 @@ torch's own functions are called below `torch.nn.functional`, so a program that 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from pasa.ops.attention.call import capturing
 from pasa.ops.attention.sdpa import npu
-from pasa.ops.devices import ASCEND_310P, npu_chip
+from pasa.ops.devices import ASCEND_310P, npu_chip, warm
 from pasa.ops.plans import unrecorded
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
 CUDNN = torch._scaled_dot_product_cudnn_attention  # the same operator in torch.ops takes the host longer
 FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
-_of_thread = threading.local()
 
 
 class ScoreFormat(NamedTuple):
@@ -150,21 +148,22 @@ def call_cudnn(
 
 
 def warm_up(device: torch.device) -> None:
-    """Call cuDNN once in a thread, so that its later calls may be captured in a CUDA graph.
+    """Call cuDNN once in a thread, if the settings of torch allow it, so that a CUDA graph may capture its later calls.
 
     The first call of a thread on a device allocates memory by cudaMalloc, which invalidates a capture.
     """
-    if not is_warm(device):
-        with unrecorded():
-            x = torch.zeros(1, 1, ALIGNED, 64, dtype=torch.float16, device=device)
-            if cudnn_serves(x, x, x, None, False):
-                call_cudnn(x, x, x, None, False, 1.0)
-        vars(_of_thread).setdefault("devices", set()).add(device)
+    if is_warm(device):
+        return
+    with unrecorded():
+        x = torch.zeros(1, 1, ALIGNED, 64, dtype=torch.float16, device=device)
+        if cudnn_serves(x, x, x, None, False):
+            call_cudnn(x, x, x, None, False, 1.0)
+            warm.devices = warm.devices | {device}
 
 
 def is_warm(device: torch.device) -> bool:
-    """Return whether `warm_up` ran in this thread."""
-    return device in vars(_of_thread).get("devices", ())
+    """Return whether `warm_up` has called cuDNN in this thread."""
+    return device in warm.devices
 
 
 def has_aligned_rows(x: Tensor) -> bool:
