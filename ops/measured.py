@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,27 @@ class Shape:
     keys: int
 
     def distance(self, other: Shape) -> float:
-        """Return the distance of two shapes in octaves of their numbers; infinite if their kinds differ.
+        """Return the distance of two shapes in octaves of their numbers; infinite if their kinds differ."""
+        return math.dist(self.octaves, other.octaves) if self.kind == other.kind else math.inf
 
-        Decoding counts as not causal, because its rows see nearly the same keys.
-        """
-        if self.kind != other.kind:
-            return math.inf
-        pairs = zip(self.sizes, other.sizes, strict=True)
-        return math.hypot(*(math.log2(own / others) for own, others in pairs))
+    @cached_property
+    def octaves(self) -> tuple[float, ...]:
+        """Return the binary logarithms of heads, key heads, rows, keys and head dimension."""
+        return tuple(map(math.log2, (self.heads, self.kv_heads, self.rows, self.keys, self.dim)))
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return heads, key heads, rows, keys and head dimension."""
-        return self.heads, self.kv_heads, self.rows, self.keys, self.dim
-
-    @property
+    @cached_property
     def kind(self) -> tuple[object, ...]:
-        """Return what other kernels serve: head dimension, kind of mask, decoding or not, causal or not."""
-        decodes = self.rows <= DECODING
-        causal = self.causal and not decodes
-        return *kind_of_dim(self.dim), self.mask, decodes, causal, causal and self.rows != self.keys
+        """Return what other kernels serve: head dimension, kind of mask, decoding or not, causal or not.
+
+        A single row sees all keys, causal or not.
+        """
+        causal = self.causal and self.rows > 1
+        return *kind_of_dim(self.dim), self.mask, self.decodes, causal, causal and self.rows != self.keys
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether there are so few rows that kernels for decoding serve them."""
+        return self.rows <= DECODING
 
 
 def kind_of_dim(dim: int) -> tuple[int, bool]:
@@ -110,7 +111,7 @@ class Measurement:
 
 def to_json(measurements: Iterable[Measurement]) -> str:
     """Return the text of a table, one measurement a line."""
-    lines = [json.dumps({**vars(each), "shape": vars(each.shape)}) for each in measurements]
+    lines = [json.dumps(asdict(each)) for each in measurements]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
@@ -130,12 +131,18 @@ def nearest(
     stays the faster one. Of measurements that are equally far, one by which the preferred backend stays is returned,
     for calls that a graph captures (`captured`) or others.
     """
-    found = table() if measurements is None else measurements
+    found = _of_kind(capability, shape.kind) if measurements is None else measurements
     near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
     distance, best = min(
         near, key=lambda pair: (round(pair[0], 9), pair[1].best(captured) == OTHER), default=(math.inf, None)
     )
     return best if distance < math.inf else None
+
+
+@cache
+def _of_kind(capability: str, kind: tuple[object, ...]) -> tuple[Measurement, ...]:
+    """Return the measurements of a kind of shapes: a call of a new shape looks at these alone."""
+    return tuple(each for each in table() if (each.capability, each.shape.kind) == (capability, kind))
 
 
 @lru_cache(maxsize=SHAPES)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ ALLOCATIONS = frozenset(
         torch.ops.aten.new_empty_strided.default,
     }
 )
+Place: TypeAlias = tuple[int, int]  # tensor and offset, as in `Operand`
 Results = tuple[Tensor | None, ...]
 Whole = TypeVar("Whole", bound=tuple[Tensor, ...])
 REPEATED: dict[CustomOpDef, dict[str, Any]] = {}  # operators whose calls may have plans: the backends that may serve
@@ -82,11 +83,10 @@ class Operand(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Hold one launch: its operands, and a function that launches on addresses (`direct`) or on tensors."""
+    """Hold one launch: its operands, a `Place` for each that is passed as an address, and a function that launches."""
 
-    operands: tuple[Operand | None, ...]
+    operands: tuple[Place | Operand | None, ...]
     run: Callable[[Sequence[Any]], None]
-    direct: bool
 
 
 class Recorder(TorchDispatchMode):
@@ -133,23 +133,28 @@ class Recorder(TorchDispatchMode):
             self.foreign = self.foreign or str(func)
         return made
 
-    def operand(self, x: Tensor) -> Operand | None:
-        """Return where the memory of a tensor lies, or None for memory that the call does not own."""
+    def place(self, x: Tensor, offset: int = 0) -> Place | None:
+        """Return where memory lies that begins so many bytes into a tensor, or None if the call does not own it."""
         source = self.sources.get(id(x))
         owner = None if source is None else self.owners[source]
         if source is None or owner is None:
             self.foreign = self.foreign or "a tensor that is neither an input nor an allocation"
             return None
-        return Operand(source, x.data_ptr() - owner.data_ptr(), x.dtype, tuple(x.shape), x.stride())
+        return source, x.data_ptr() - owner.data_ptr() + offset
 
-    def place_of(self, x: Tensor) -> int | None:
+    def operand(self, x: Tensor) -> Operand | None:
+        """Return where a tensor lies and what it is, or None for memory that the call does not own."""
+        found = self.place(x)
+        return found and Operand(*found, x.dtype, tuple(x.shape), x.stride())
+
+    def input_of(self, x: Tensor) -> int | None:
         """Return which input a tensor is, or None if it is none as a whole."""
-        found = self.operand(x)
-        owner = None if found is None else self.owners[found.source]
-        if found is None or owner is None or found.source >= self.inputs or found.offset:
+        source, offset = self.place(x) or (None, 0)
+        owner = None if source is None else self.owners[source]
+        if source is None or owner is None or source >= self.inputs or offset:
             return None
         same = (x.dtype, x.shape, x.stride()) == (owner.dtype, owner.shape, owner.stride())
-        return found.source if same else None
+        return source if same else None
 
 
 @cache
@@ -189,7 +194,7 @@ def repeat_whole(function: Callable[..., Whole], *tensors: Tensor) -> Whole:
     """
     if (record := recorder()) is None:
         return function(*tensors)
-    places = [record.place_of(x) for x in tensors]
+    places = [record.input_of(x) for x in tensors]
     if None in places:
         record.foreign = record.foreign or "a part of an input"
     else:
@@ -212,24 +217,25 @@ class Plan:
         self.used = [at for at in range(record.inputs) if record.owners[at] is not None]
         if self.whole is not None and not record.foreign and not record.steps:
             return
-        made = [record.operand(x) if x.numel() else None for x in results]
+        made = [record.place(x) if x.numel() else None for x in results]
         if record.foreign or record.whole or not record.steps:
             raise LookupError(record.foreign or "a call without a launch, or with others beside it")
         owners, inputs = record.owners, record.inputs
         self.results: list[Callable[[], Tensor] | None] = []
         places: dict[int, tuple[int, int]] = {}  # source: base, and offset in bytes
         bases = inputs
-        for x, operand in zip(results, made, strict=True):
-            # On the host, this takes half of the time of torch.empty with a dtype and a device.
-            make = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            self.results.append(None if operand is None else make)
-            if operand is None:
+        for x, place in zip(results, made, strict=True):
+            if place is None:
+                self.results.append(None)
                 continue
-            owner = owners[operand.source]
-            whole = owner is not None and operand.offset == 0 and x.nbytes == owner.nbytes and _is_dense(x)
-            if operand.source < inputs or operand.source in places or not whole:
+            # On the host, this takes half of the time of torch.empty with a dtype and a device.
+            self.results.append(partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device))
+            source, offset = place
+            owner = owners[source]
+            whole = owner is not None and offset == 0 and x.nbytes == owner.nbytes and _is_dense(x)
+            if source < inputs or source in places or not whole:
                 raise LookupError("a result that is not an allocation of its own")
-            places[operand.source] = bases, 0
+            places[source] = bases, 0
             bases += 1
         rest = [(at, x.nbytes) for at, x in enumerate(owners) if at >= inputs and at not in places and x is not None]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for _, size in rest))
@@ -240,27 +246,25 @@ class Plan:
 
     def _lay_out(self, steps: list[Step], places: dict[int, tuple[int, int]]) -> None:
         """List the distinct addresses and tensors that the launches need, and which of them each launch takes."""
-        addresses: dict[tuple[int, int], int] = {}
+        addresses: dict[Place, int] = {}
         tensors: dict[Operand, int] = {}
-        chosen: list[list[tuple[dict[Any, int], int]]] = []
+        chosen: list[list[int]] = []  # the n-th address as n, and the n-th tensor as -1 - n
         for step in steps:
             chosen.append([])
             for operand in step.operands:
                 if operand is None:
                     continue
-                base, start = places[operand.source]
-                if step.direct and operand.wrap is None:
-                    kind: Any = addresses
-                    at = addresses.setdefault((base, start + operand.offset), len(addresses))
+                source, offset, *_ = operand
+                base, start = places[source]
+                if isinstance(operand, Operand):
+                    moved = operand._replace(source=base, offset=start + offset)
+                    chosen[-1].append(-1 - tensors.setdefault(moved, len(tensors)))
                 else:
-                    kind = tensors
-                    moved = operand._replace(source=base, offset=start + operand.offset)
-                    at = tensors.setdefault(moved, len(tensors))
-                chosen[-1].append((kind, at))
+                    chosen[-1].append(addresses.setdefault((base, start + offset), len(addresses)))
         self.addresses, self.tensors = list(addresses), list(tensors)
         self.steps = [
-            (step.run, _pick(tuple(at if kind is addresses else at + len(addresses) for kind, at in places)))
-            for step, places in zip(steps, chosen, strict=True)
+            (step.run, _pick(tuple([at if at >= 0 else len(addresses) - 1 - at for at in picked])))
+            for step, picked in zip(steps, chosen, strict=True)
         ]
 
     def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
@@ -342,6 +346,5 @@ def _run_first(op: CustomOpDef, key: tuple[Any, ...], arguments: tuple[Any, ...]
         plan = None
     if len(_plans) >= PLANS:
         _plans.clear()
-    key = (*key, warm.devices)  # threads that are cold do not find what a warm one does
-    _plans[key] = plan
+    _plans[(*key, warm.devices)] = plan  # threads that are cold do not find what a warm one does
     return results

@@ -2,6 +2,10 @@
 
 `pasa/ops/measured.py` reads the table that `measurements` makes. The choice may not depend on data, so where a kernel's
 time does, it is measured on N(0, 1) and on biased data. The backend is chosen whose worst slowdown is smaller.
+
+cuDNN, which `sdpa` calls, prepares each new shape for `PLANNING_MS`, and the calls of a language model have a new shape
+for every prompt and every token. There it has to save that time in `CALLS` calls, unless a graph is captured, which is
+then replayed many times. Other calls, as of images, keep their shapes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ BACKENDS = {"pasa": "triton", GUARDED: "sdpa"}
 """Implementations of the benchmark, and the backends that they measure."""
 PREFERRED, OTHER = BACKENDS.values()
 MARGIN = 1.05  # readings of one kernel differ by up to 5 % between runs
+PLANNING_MS = 40.0  # of the host, for which cuDNN prepares its first call with each shape (H100, cuDNN 9.19)
+CALLS = 40  # with a shape, in a language model: about the layers that a prompt or a token goes through
 DATA = {"randn": "", "channels": " biased"}  # kinds of data, and how the ways of running on them are named
 WAYS = tuple(how + data for data in DATA.values() for how in ("eager", "graph"))
 FORM = re.compile(r"\((\d+), (\d+)(?:/(\d+))?, (?:(\d+) x )?(\d+), (\d+)\) (causal|full)")
@@ -62,6 +68,11 @@ def verdict(ratios: Mapping[str, float], rows: int = 1, *, captured: bool = Fals
     return PREFERRED if slowdown_of_other > MARGIN * slowdown_of_preferred else ""
 
 
+def has_new_lengths(shape: Shape) -> bool:
+    """Return whether calls like it come with ever new lengths: those of language models, causal, masked or decoding."""
+    return shape.causal or shape.mask != "none" or shape.decodes
+
+
 def measurements(runs: Sequence[Record]) -> list[Measurement]:
     """Return what runs of the benchmark show, one measurement for each shape that both backends were measured on.
 
@@ -88,6 +99,9 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
             eagerly, in_graph = (verdict(ratios, shape.rows, captured=each) for each in (False, True))
+            saved = max(records[how, PREFERRED][0]["median_ms"] * (1 - 1 / ratio) for how, ratio in ratios.items())
+            if eagerly == OTHER and has_new_lengths(shape) and saved < PLANNING_MS / CALLS:
+                eagerly = PREFERRED
             result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
     return result
 

@@ -33,6 +33,7 @@ def hopper(monkeypatch):
         lambda self: SimpleNamespace(attend=lambda call: self.name, warm_up=warm.add, is_warm=warm.__contains__),
     )
     caches = registry.choose, registry._capability, notices.warn_once, measured.faster, measured.rivals
+    caches += (measured._of_kind,)
     for each in caches:
         each.cache_clear()
     yield monkeypatch

@@ -263,7 +263,7 @@ def test_what_cannot_be_repeated_is_noticed():
         return plans.Plan(recorder, [result])
 
     def step(recorder, *tensors):
-        recorder.steps.append(plans.Step(tuple(recorder.operand(each) for each in tensors), lambda _: None, False))
+        recorder.steps.append(plans.Step(tuple(recorder.operand(each) for each in tensors), lambda _: None))
 
     def good(recorder):
         out = torch.empty(3)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,12 +16,13 @@ from pasa.eval.kit.memory import added_peak
 from pasa.eval.kit.output import error_line
 from pasa.eval.kit.timing import Rounds, ratio, summary
 from pasa.eval.models.generation.profiling import kernels
-from pasa.eval.models.generation.runs import SDPA, Marks, Prompts, Run, compiled_graphs, forget_compiled
+from pasa.eval.models.generation.runs import PLAIN, SDPA, Marks, Prompts, Run, compiled_graphs, forget_compiled
 
 Record = dict[str, Any]
 OK, FAILED, NOT_RUN = "ok", "failed gate", "not run"
 LEAST_TURNS, MOST_SECONDS = 3, 120.0  # turns end after so many seconds, but not before so many of them
-PROMPT, TOKEN = "prompt", "token"
+NEW_TURNS, NEW_TOKENS = 3, 4  # with prompts of lengths that are new to every attention, and so many tokens
+PROMPT, TOKEN, NEW = "prompt", "token", "new_"
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,16 @@ def measure(case: Case, original: Any, attentions: Sequence[str], turns: int, ne
     for name in attentions:
         records[name] = _warm(case, original, name, prompts, new_tokens, runs)
     compiled = compiled_graphs()
-    times = take_turns(runs, prompts, turns, new_tokens)
+    times = take_turns(runs, lambda turn, place: prompts, turns, new_tokens)
     compiled = compiled_graphs() - compiled
     for name, own in times.items():
         records[name] |= _describe(own, times.get(SDPA))
+    if case.way == PLAIN:
+        longer = partial(_longer_prompts, case, original, new_tokens, len(runs))
+        times_of_new = take_turns(runs, longer, NEW_TURNS, NEW_TOKENS)
+        for name, own in times_of_new.items():
+            described = _describe(own, times_of_new.get(SDPA))
+            records[name] |= {NEW + key: each for key, each in described.items()}
     del runs
     forget_compiled()
     free(original.device)
@@ -86,14 +94,26 @@ def _warm(case: Case, original: Any, name: str, prompts: Prompts, new_tokens: in
     return record
 
 
-def take_turns(runs: dict[str, Run], prompts: Prompts, turns: int, new_tokens: int) -> dict[str, Times]:
-    """Let all runs generate in each turn, in random order, so that drift affects all alike."""
+def _longer_prompts(case: Case, original: Any, new_tokens: int, runs: int, turn: int, place: int) -> Prompts:
+    """Return prompts that are a little longer than in the other turns; no other call has keys of these lengths."""
+    tokens = case.tokens + new_tokens + (turn * runs + place) * (NEW_TOKENS + 1)
+    return Prompts.draw(case.batch, tokens, case.padded, original.config.vocab_size, original.device)
+
+
+def take_turns(
+    runs: dict[str, Run], prompts_of: Callable[[int, int], Prompts], turns: int, new_tokens: int
+) -> dict[str, Times]:
+    """Let all runs generate in each turn, in random order, so that drift affects all alike.
+
+    `prompts_of` returns the prompts of a turn and a place in its order.
+    """
     times = {name: Times() for name in runs}
     started = time.monotonic()
     for turn in range(turns if runs else 0):
         if turn >= LEAST_TURNS and time.monotonic() - started > MOST_SECONDS:
             break
-        for name in Random(turn).sample(list(runs), len(runs)):
+        for place, name in enumerate(Random(turn).sample(list(runs), len(runs))):
+            prompts = prompts_of(turn, place)
             marks = Marks(prompts.ids.device)
             runs[name].generate(prompts, new_tokens, marks)
             prompt, *steps = marks.ms()

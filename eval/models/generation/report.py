@@ -10,7 +10,8 @@ from pasa.eval.kit.device import origin
 from pasa.eval.kit.experiment import outcome
 from pasa.eval.kit.tables import Column, Table, number, short
 from pasa.eval.models.generation.accuracy import BATCH, FACTOR, PROMPT, TOKENS
-from pasa.eval.models.generation.runs import COMPILED, PASA, SDPA
+from pasa.eval.models.generation.measuring import NEW, NEW_TOKENS, NEW_TURNS
+from pasa.eval.models.generation.runs import COMPILED, PASA, PLAIN, SDPA
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -21,12 +22,14 @@ LONGEST_NAME = 90  # letters of a kernel's name
 
 def report(result: Result) -> list[Table | str]:
     """Return the verdict, the tables, and where the numbers come from."""
-    return [verdict(result), time_table(result), accuracy_table(result), *absences(result), origin(result)]
+    tables = time_table(result), new_length_table(result), accuracy_table(result)
+    return [verdict(result), *tables, *absences(result), origin(result)]
 
 
 def summary(result: Result) -> str:
     """Return the verdict, the table of times and where they come from, for a page."""
-    return "\n\n".join([verdict(result), time_table(result).captioned(), origin(result)])
+    tables = time_table(result), new_length_table(result)
+    return "\n\n".join([verdict(result), *(each.captioned() for each in tables), origin(result)])
 
 
 def verdict(result: Result) -> str:
@@ -38,6 +41,10 @@ def verdict(result: Result) -> str:
         if timed:
             prompt, token = (_span([each[f"{phase}_ratio"] for each in timed]) for phase in ("prompt", "token"))
             texts.append(f"{way}: a prompt takes {prompt} times as long as with SDPA, a token {token} times")
+        new = [each for each in timed if each.get(f"{NEW}token_ratio") is not None]
+        if new:
+            prompt, token = (_span([each[f"{NEW}{phase}_ratio"] for each in new]) for phase in ("prompt", "token"))
+            texts.append(f"where lengths are new: a prompt {prompt} times, a token {token} times")
     said = f"With patched attention, {'; '.join(texts)}. " if texts else ""
     return f"{said}{len(result['records'])} cases are done. {outcome(result)}"
 
@@ -78,6 +85,28 @@ def time_table(result: Result) -> Table:
         "to the unpatched model; below 1 patched is faster. GiB: the most that a call allocates beside the weights."
     )
     return Table.of("Generation", _rows(result), columns, note)
+
+
+def new_length_table(result: Result) -> Table:
+    """Return a row for each plain case and attention: the times of prompts whose length no call had before."""
+    columns: dict[str, Column] = {
+        "prompt x batch, way": "case",
+        "attention": "attention",
+        "prompt ms": (f"{NEW}prompt_median_ms", ".1f"),
+        "x SDPA": (f"{NEW}prompt_ratio", ".3f"),
+        "enqueued ms": (f"{NEW}prompt_host_ms", ".1f"),
+        "ms a token": (f"{NEW}token_median_ms", ".2f"),
+        "p20 to p80": lambda each: _between(each, f"{NEW}token"),
+        "x SDPA, token": (f"{NEW}token_ratio", ".3f"),
+    }
+    note = (
+        f"The same with prompts that are a little longer, so that no call before had their lengths, and {NEW_TOKENS} "
+        f"new tokens: {NEW_TURNS} turns. So it is for a user, for whom every prompt and every token has another "
+        "length. In the table above all turns have the same lengths, and what is prepared for a length is there "
+        "already."
+    )
+    rows = [each for each in _rows(result) if each["case"].endswith(PLAIN)]
+    return Table.of("Lengths that are new", rows, columns, note)
 
 
 def spreads(result: Result) -> str:

@@ -16,7 +16,7 @@ from pasa.eval.kit.experiment import Experiment, gate
 from pasa.eval.kit.options import Minutes, at_least, stages
 from pasa.eval.kit.random_model import CONFIGS, SEED, SMALL, build
 from pasa.eval.models.generation.accuracy import LAYERS, judge, passes, wrong
-from pasa.eval.models.generation.measuring import FAILED, NOT_RUN, OK, PROMPT, TOKEN, Case, free, measure
+from pasa.eval.models.generation.measuring import FAILED, NEW, NOT_RUN, OK, PROMPT, TOKEN, Case, free, measure
 from pasa.eval.models.generation.profiling import FIRST, functions, kernels
 from pasa.eval.models.generation.report import profile_report, report
 from pasa.eval.models.generation.runs import ATTENTIONS, COMPILED, PASA, PLAIN, SDPA, WAYS, Marks, Prompts, Run
@@ -210,8 +210,10 @@ def judge_records(records: Sequence[Record], cases: int, accurate: bool) -> Reco
         checks[f"{record['case']}: nothing compiled while timed"] = not record["compiled_while_timed"]
         checks[f"{record['case']}: runs"] = own["status"] == OK
         if own["status"] == OK:
-            checks[f"{record['case']}: prompt"] = own[f"{PROMPT}_ratio"] <= MOST_PROMPT
-            checks[f"{record['case']}: token"] = own[f"{TOKEN}_ratio"] <= MOST_TOKEN[record["way"]]
+            for new in ("", NEW) if record["way"] == PLAIN else ("",):
+                where = f"{record['case']}, new length" if new else record["case"]
+                checks[f"{where}: prompt"] = own[f"{new}{PROMPT}_ratio"] <= MOST_PROMPT
+                checks[f"{where}: token"] = own[f"{new}{TOKEN}_ratio"] <= MOST_TOKEN[record["way"]]
     return gate(checks)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.c_launcher import Grid, Ready
-from pasa.ops.plans import Operand, Recorder, Step, recorder, unrecorded
+from pasa.ops.plans import Operand, Place, Recorder, Step, recorder, unrecorded
 
 DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
 # Triton 3.10 no longer joins a product and a sum by itself. The kernels' speed and bits rely on it, where they do not
@@ -82,8 +83,8 @@ def launch(
     """
     step, direct = _prepare_launch(kernel, grid, tensors, numbers, constants, options)
     if (record := recorder()) is not None:
-        record.steps.append(Step(tuple([_operand(record, x) for x in tensors]), step, direct))
-    with unrecorded() if record else nullcontext():  # the interpreter copies tensors
+        record.steps.append(Step(tuple([_operand(record, x, direct) for x in tensors]), step))
+    with unrecorded() if record and not direct else nullcontext():  # the interpreter copies tensors
         step(tensors)
 
 
@@ -144,6 +145,7 @@ def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple
     return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
 
 
+@cache
 def early(device: torch.device) -> bool:
     """Return whether kernels use programmatic dependent launch (PDL), which Hopper and later GPUs have.
 
@@ -175,13 +177,12 @@ def current_stream(device: torch.device) -> int:
     return stream
 
 
-def _operand(record: Recorder, x: Any) -> Operand | None:
-    """Return where the memory of a kernel's argument lies."""
-    if isinstance(x, Pointer):
-        found = record.operand(x.owner)
-        return found and found._replace(offset=x.address - x.owner.data_ptr(), dtype=x.dtype, size=(), stride=())
+def _operand(record: Recorder, x: Any, direct: bool) -> Place | Operand | None:
+    """Return where the memory of a kernel's argument lies; only for a `direct` launch is that enough."""
+    if isinstance(x, Pointer):  # only direct launches have pointers
+        return record.place(x.owner, x.address - x.owner.data_ptr())
     if isinstance(x, Tensor):
-        return record.operand(x)
+        return record.place(x) if direct else record.operand(x)
     found = record.operand(x.base)
     kept = list(x.shape), list(x.strides), list(x.block_shape)
     return found and found._replace(wrap=lambda base: type(x)(base, *kept))

@@ -78,6 +78,25 @@ def test_times_of_the_device_count_for_prompts_and_in_graphs():
     assert verdict({"eager": 1.5}, captured=True) == verdict({"graph": 1.5}) == "sdpa"  # what else was measured
 
 
+@pytest.mark.parametrize(
+    ("kind", "ms", "eagerly"),
+    [
+        ({}, 1.0, "sdpa"),
+        ({"causal": True}, 1.0, "triton"),
+        ({"padded": True}, 1.0, "triton"),
+        ({"rows": 4}, 1.0, "triton"),
+        ({"causal": True}, 4.0, "sdpa"),  # 1.3 ms are saved in each call
+        ({"rows": 4}, 4.0, "sdpa"),
+    ],
+)
+def test_where_lengths_are_new_cudnn_has_to_save_the_time_of_its_preparation(kind, ms, eagerly):
+    """A new length costs cuDNN 40 ms, which a model's 40 layers share: a patched model took them for every prompt."""
+    case = dataclasses.replace(CASE, **kind)
+    times = {key: ms * each / 3 for key, each in FASTER_EVERYWHERE.items()}
+    (found,) = measurements([stored_run(times, case)])
+    assert (found.faster, found.captured) == (eagerly, "sdpa")
+
+
 def test_a_run_gives_a_measurement_for_each_shape():
     (found,) = measurements([stored_run(FASTER_EVERYWHERE)])
     assert found.shape == Shape(80, False, "none", 16, 8, 1000, 3000)

@@ -64,6 +64,7 @@ def test_every_way_is_judged_and_timed(unlimited: None, tmp_path: Path) -> None:
             assert timed["prompt_median_ms"] > 0
             assert timed["added_bytes"] is timed["kernel_ms"] is None, "there is no GPU"
         assert record["runs"]["sdpa"]["token_ratio"] == record["runs"]["sdpa"]["prompt_ratio"] == 1
+        assert ("new_token_ratio" in record["runs"]["pasa"]) == (record["way"] == PLAIN)
     judged = [each for each in result["accuracy"] if each["attention"] == PASA]
     assert [(each["way"], each["padded"]) for each in judged] == [
         (PLAIN, False), (PLAIN, True), (COMPILED, False), (COMPILED, True)
@@ -191,7 +192,8 @@ def test_a_backend_of_sdpa_is_not_held_in_compiled_code(model: Any) -> None:
 
 
 def recorded(case: str = "c", way: str = PLAIN, compiled: int = 0, **own: Any) -> dict[str, Any]:
-    base = {"status": "ok", "why": "", "token_ratio": 1.0, "prompt_ratio": 1.0}
+    times = {f"{new}{phase}_ratio": 1.0 for new in ("", "new_") for phase in ("token", "prompt")}
+    base = {"status": "ok", "why": ""} | times
     runs = {PASA: base | own, SDPA: base}
     return {"case": case, "way": way, "compiled_while_timed": compiled, "runs": runs}
 
@@ -204,6 +206,9 @@ def recorded(case: str = "c", way: str = PLAIN, compiled: int = 0, **own: Any) -
         (recorded(token_ratio=1.051), ["c: token"]),
         (recorded(way=COMPILED, token_ratio=0.951), ["c: token"]),
         (recorded(prompt_ratio=1.021), ["c: prompt"]),
+        (recorded(new_token_ratio=1.051), ["c, new length: token"]),
+        (recorded(new_prompt_ratio=1.021), ["c, new length: prompt"]),
+        (recorded(way=COMPILED, token_ratio=0.95, new_token_ratio=2.0), []),
         (recorded(status="not run"), ["c: runs"]),
         (recorded(compiled=1), ["c: nothing compiled while timed"]),
     ],
@@ -233,7 +238,26 @@ def test_a_slow_patch_is_named(monkeypatch: pytest.MonkeyPatch, unlimited: None)
 
     monkeypatch.setattr(Run, "generate", slow)
     checks = run.run_model(**SHORT)["gate"]["checks"]
-    assert [name for name, passed in checks.items() if not passed] == ["24 x 1, plain: token"]
+    assert [name for name, passed in checks.items() if not passed] == [
+        f"24 x 1, plain{new}: token" for new in ("", ", new length")
+    ]
+
+
+def test_new_lengths_are_new_to_every_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt, and each token after it, has keys of a length that no call before had."""
+    seen: list[tuple[int, int]] = []
+    real = Run.generate
+
+    def watched(self: Run, prompts: Prompts, tokens: int, marks: Marks, **options: Any) -> Any:
+        seen.append((prompts.ids.shape[1], tokens))
+        return real(self, prompts, tokens, marks, **options)
+
+    monkeypatch.setattr(Run, "generate", watched)
+    measuring.measure(measuring.Case(24, 1, False, PLAIN), model, (PASA, SDPA), 2, 4)
+    new = seen[-measuring.NEW_TURNS * 2 :]
+    lengths = [length for start, tokens in [(24, 4), *new] for length in range(start, start + tokens)]
+    assert {start for start, _ in seen[: -len(new)]} == {24}
+    assert len(lengths) == len(set(lengths)) == 4 + len(new) * measuring.NEW_TOKENS
 
 
 def test_a_stopped_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, unlimited: None, tmp_path: Path) -> None:
