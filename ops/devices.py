@@ -122,11 +122,14 @@ def npu_missing() -> str | None:
     return None if npu is not None and npu.is_available() else "torch finds no NPU"
 
 
+def is_current(x: Tensor) -> bool:
+    """Return whether Triton, which launches on the current device, would launch on that of x."""
+    return not x.is_cuda or x.device.index == torch._C._cuda_getDevice()
+
+
 def on_device(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which the current device is that of x, because Triton launches on the current device."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
+    return nullcontext() if is_current(x) else torch.cuda.device(x.device)
 
 
 def npu_chip() -> str:

@@ -75,6 +75,22 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
     _functions[op], _short_functions[op] = Direct, Short
 
 
+def repeat(op: CustomOpDef, tensors: tuple[Tensor | None, ...], *others: Any) -> Any:
+    """Return what `call` returns if it would repeat a plan, in less time; otherwise None.
+
+    Takes the tensors among the arguments of the operator in one tuple, and then its other arguments. None stands for a
+    result without elements.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None or _is_observed(tensors):
+        return None
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return None
+    plan = plans.known(op, others, tensors)
+    return None if plan is None else plan.run(tensors)
+
+
 def call(op: CustomOpDef, *arguments: Any) -> Any:
     """Return what the operator returns, by the shortest path on which every mode and profiler still sees the call.
 

@@ -27,7 +27,7 @@ from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec import pages, watch
 from pasa.ops.backends import Request
 from pasa.ops.devices import without_autocast
-from pasa.ops.plans import recorded
+from pasa.ops.recording import recorded
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:

@@ -94,9 +94,9 @@ def hint_at_arguments(function: Function) -> Function:
 
     @wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
-        for name in keywords:
-            if name not in names:
-                raise _unknown_keyword(called, name, keywords[name], list(parameters))
+        if not keywords.keys() <= names:
+            name = next(each for each in keywords if each not in names)
+            raise _unknown_keyword(called, name, keywords[name], list(parameters))
         if len(arguments) > by_position:
             raise _too_many(called, by_position, len(arguments), list(parameters)[by_position:])
         return function(*arguments, **keywords)

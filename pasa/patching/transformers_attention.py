@@ -164,7 +164,7 @@ def run_pasa(
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     packed = is_packed(kwargs)
-    _refuse_keywords(module, dropout, {name: x for name, x in kwargs.items() if not (packed and name in PACKED)})
+    _refuse_keywords(module, dropout, kwargs if not packed else {x: kwargs[x] for x in kwargs.keys() - PACKED})
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed:
         unsupported = {"attention_mask": attention_mask, "sinks": sinks, "position_bias": position_bias}
@@ -183,13 +183,18 @@ def run_pasa(
         if causal and key.shape[2] > query.shape[2]:
             # Prefill of a static cache: keys after the last query are not written yet (upper-left alignment).
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        attention_mask, window = implied_limits(query.shape[2], key.shape[2], sliding_window, causal, query.device)
-        causal = causal and attention_mask is None
-    attention_mask = chosen_keys(module, attention_mask, key, indices, block_indices, kwargs.get("position_ids"))
-    attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
-    attention_mask = with_bias(attention_mask, position_bias)
+        if causal or sliding_window is not None:
+            limits = implied_limits(query.shape[2], key.shape[2], sliding_window, causal, query.device)
+            attention_mask, window = limits
+            causal = causal and attention_mask is None
+    if not indices is block_indices is cu_seq_lens_q is cu_seq_lens_k is position_bias is None:
+        attention_mask = chosen_keys(module, attention_mask, key, indices, block_indices, kwargs.get("position_ids"))
+        attention_mask = separate_sequences(module, attention_mask, cu_seq_lens_q, cu_seq_lens_k, query, key)
+        attention_mask = with_bias(attention_mask, position_bias)
     width = value.shape[-1]
-    query, key, value = equal_widths(*autocast_inputs(query, key, value))
+    query, key, value = autocast_inputs(query, key, value)
+    if width != key.shape[-1]:
+        query, key, value = equal_widths(query, key, value)
     out, lse = pasa.attention(
         query,
         key,
@@ -206,7 +211,8 @@ def run_pasa(
     )
     if sinks is not None:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
         out = out * torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
-    binding.callbacks.call(query, key, attention_mask, causal, scale, window, softcap)
+    if binding.callbacks.functions:
+        binding.callbacks.call(query, key, attention_mask, causal, scale, window, softcap)
     if out.shape[-1] != width:
         out = out[..., :width]
     return out.transpose(1, 2).contiguous(), None

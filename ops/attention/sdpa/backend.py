@@ -36,7 +36,7 @@ from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.spec.scores import matmul_rows
 from pasa.ops.devices import triton_too_old
 from pasa.ops.numerics.formats import FP16_MAX
-from pasa.ops.plans import repeat_whole, unrecorded
+from pasa.ops.recording import repeat_whole, unrecorded
 
 __all__ = ["attend", "is_warm", "warm_up"]
 

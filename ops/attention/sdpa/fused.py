@@ -18,7 +18,7 @@ from torch import Tensor
 from pasa.ops.attention.call import capturing
 from pasa.ops.attention.sdpa import npu
 from pasa.ops.devices import ASCEND_310P, npu_chip, warm
-from pasa.ops.plans import unrecorded
+from pasa.ops.recording import unrecorded
 
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes

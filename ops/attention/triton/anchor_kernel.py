@@ -65,7 +65,7 @@ def seen_keys(p_seen, groups, length, n, BLOCK: tl.constexpr):
     return b_seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "heads", "length", "blocks"])
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
@@ -170,7 +170,7 @@ def anchor_kernel(
             tl.store(p_marked, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "blocks"])
 def shift_kernel(
     p_k,  # as in `anchor_kernel`, like every argument without a comment
     p_visible,

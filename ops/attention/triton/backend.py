@@ -28,7 +28,7 @@ from pasa.ops.attention.triton.tiles import hopper_pad, pad_dim, processors
 from pasa.ops.attention.triton.watch.launch import count_scores
 from pasa.ops.devices import on_device
 from pasa.ops.packed import tile_table
-from pasa.ops.plans import repeat_whole
+from pasa.ops.recording import repeat_whole
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 

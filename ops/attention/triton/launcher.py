@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.c_launcher import Grid, Ready
-from pasa.ops.plans import Operand, Place, Recorder, Step, recorder, unrecorded
+from pasa.ops.recording import Operand, Place, Recorder, Step, recorder, unrecorded
 
 DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
 # Triton 3.10 no longer joins a product and a sum by itself. The kernels' speed and bits rely on it, where they do not
@@ -114,14 +114,23 @@ def _compiled(
     """Return the kernel compiled for arguments like these, or None if Triton must launch it."""
     if not (DIRECT and tensors[0].is_cuda and type(kernel) is JITFunction):
         return None
-    kinds = (*map(_pointer_kind, tensors), *map(_number_kind, numbers))
-    key = (kernel, tensors[0].device.index, kinds, *constants.items(), *options.items())
+    key = (kernel, tensors[0].device.index, kinds(kernel, tensors, numbers), *constants.items(), *options.items())
     ready = _ready.get(key)
     if ready is None:
         ready = _prepare(kernel, (*tensors, *numbers), constants, options, grid)
         if ready is not None:
             _ready[key] = ready
     return ready
+
+
+def kinds(kernel: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the properties of arguments by which Triton compiles a kernel anew."""
+    free = kernel.params[len(tensors) :]
+    numbered = [
+        4 * (number >= 2**31) if each.do_not_specialize else _number_kind(number)
+        for each, number in zip(free, numbers, strict=False)
+    ]
+    return *map(_pointer_kind, tensors), *numbered
 
 
 def _launch_by_triton(
@@ -142,7 +151,8 @@ def _launch_by_triton(
 
 def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
     """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
-    return lambda operands: ready.run(grid, current_stream(device), *operands, *rest)
+    index, run = device.index, ready.run
+    return lambda operands: run(grid, torch._C._cuda_getCurrentRawStream(index), *operands, *rest)
 
 
 @cache
@@ -169,12 +179,6 @@ def at_most(registers: int, device: torch.device) -> dict[str, int]:
     More programs then run at a time. What does not fit is kept in local memory: for code that seldom runs.
     """
     return {"maxnreg": registers} if c_launcher.ON_CUDA and device.type == "cuda" else {}
-
-
-def current_stream(device: torch.device) -> int:
-    """Return the handle of the current stream of a GPU."""
-    stream: int = driver.active.get_current_stream(device.index)
-    return stream
 
 
 def _operand(record: Recorder, x: Any, direct: bool) -> Place | Operand | None:

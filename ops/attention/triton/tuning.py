@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from pasa.ops import envs
 from pasa.ops.attention.triton.tiles import Tile
-from pasa.ops.plans import unrecorded
+from pasa.ops.recording import unrecorded
 
 log = logging.getLogger("pasa")
 _chosen: dict[str, Tile] = {}

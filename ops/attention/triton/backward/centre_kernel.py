@@ -14,7 +14,7 @@ BITS_LIMIT = tl.constexpr(100)  # largest |log2| of a unit, so that products wit
 WIDTH = tl.constexpr(SLICE)  # columns of an entry of `p_largest`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "tiles"])
 def centre_kernel(
     p_k,  # (B, Hkv, S, D)
     p_v,

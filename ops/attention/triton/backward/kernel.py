@@ -92,7 +92,7 @@ def add_sink(b_q, b_top, b_sum, b_delta, sink, p_centre, scale, MASK: tl.constex
     return top, b_sum, b_delta * keep, tl.where(b_sum == 0.0, 0.0, power / b_sum)
 
 
-@triton.jit(do_not_specialize=["right", "span"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "right", "span"])
 def rows_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D) centred, contiguous
@@ -249,7 +249,7 @@ def add_rows(b_k, b_v, b_dk, b_dv, p_q, p_g, p_top, p_log, p_shift, p_mask, o_n,
     return b_dk, b_dv
 
 
-@triton.jit(do_not_specialize=["right", "span"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "right", "span"])
 def keys_kernel(
     p_q,  # as in `rows_kernel`, like every argument without a comment
     p_k,
@@ -383,7 +383,7 @@ def add_keys(b_q, b_g, b_top, b_log, b_shift, b_dq, p_k, p_v, p_mask, o_row, row
     return b_dq
 
 
-@triton.jit(do_not_specialize=["right", "span"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "rows", "right", "span"])
 def queries_kernel(
     p_q,  # as in `keys_kernel`, like every argument without a comment
     p_k,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
 from pasa.ops.attention.triton.anchor_launch import anchor_warps
@@ -142,7 +141,7 @@ class Plan:
         parts = [start + offset for offset, *_ in self.held]
         maps = self._filled_maps(q.data_ptr(), pk, parts[-1], pv, out.data_ptr())
         calls = self._calls(pk, pv, lse.data_ptr(), parts, maps, scale)
-        stream = driver.active.get_current_stream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for launcher, (programs, arguments) in zip(self.launchers, calls, strict=True):
             launcher.run((programs, 1, 1), stream, *arguments)
 

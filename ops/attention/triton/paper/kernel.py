@@ -57,7 +57,7 @@ def paper_step(b_s, b_masked, m_seen, m_reach, index, factor, b_mean, b_max, b_s
     return b_p.to(tl.float16), alpha, gain, new_mean, new_max, new_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "heads", "group", "tiles", "work", "all_rows"])
 def paper_kernel(
     p_q,  # as in `attention_kernel`, like every argument without a comment
     p_k,  # K' in whole blocks; of packed sequences, each begins with its first block

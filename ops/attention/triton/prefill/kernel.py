@@ -232,7 +232,12 @@ def store_rows(
         tl.store(p_largest + o_m * stride_lm, largest_score(b_max, b_sum, nats), mask=m_row)
 
 
-@triton.jit(do_not_specialize=["right", "span"])
+@triton.jit(
+    do_not_specialize=[
+        *("stride_lb", "stride_lh", "stride_order_b", "stride_order_h"),
+        *("heads", "group", "tiles", "work", "all_rows", "blocks", "right", "span"),
+    ]
+)
 def attention_kernel(
     p_q,  # (B, Hq, Sq, D), or packed (T, Hq, D): strides say
     p_k,  # (B, Hkv, Skv, D), or packed; K' when SHIFT is "before"

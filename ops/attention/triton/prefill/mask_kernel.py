@@ -6,7 +6,7 @@ import triton.language as tl
 from pasa.ops.attention.triton.tile_math import INF
 
 
-@triton.jit(do_not_specialize=["right", "span"])
+@triton.jit(do_not_specialize=["heads", "row_tiles", "key_tiles", "rows", "right", "span"])
 def mask_tiles_kernel(
     p_mask,  # (B, H, Sq, Skv), bytes or floats
     p_order,  # (B, H, row tiles, key tiles)

@@ -103,7 +103,7 @@ def are_bounded(b_q, b_top, m_row, scale):
     return tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
 def short_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)

@@ -42,7 +42,7 @@ def on_hopper():
     driver = CudaDriver()
     driver.get_device_capability = lambda device=0: (9, 0)
     driver.get_current_device = lambda: 0
-    driver.get_current_stream = lambda device=0: STREAM
+    driver.get_current_stream = torch._C._cuda_getCurrentRawStream = lambda device=0: STREAM
     triton.runtime.driver.set_active(driver)
 
 
