@@ -26,7 +26,9 @@ BUILD_SCRIPT = HERE.parents[1] / "scripts" / "build_ascend.sh"
 FLAGS = ["-std=c++17", "-fexcess-precision=16", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 # With -g1 a report has lines of the source, and the compiler takes a quarter longer.
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-FAST = ("-O1", "-mf16c") if platform.machine() == "x86_64" else ("-O1",)
+# Vectorised, launches of large heads take a third less time, and the compiler takes a tenth longer. -O2 takes half as
+# long again to compile.
+FAST = ("-O1", "-ftree-vectorize", *(("-mf16c",) if platform.machine() == "x86_64" else ()))
 
 
 def compile_command(source, output, *, optimise=(), include=(), define=()):
