@@ -309,13 +309,11 @@ LAUNCHES = [("eager", 0), ("eager", 1), ("deferred", 0), ("deferred", 1), ("defe
 
 
 @pytest.fixture
-def mutated(twin_folder, tmp_path):
+def mutated(programs_folder, tmp_path):
     folder = tmp_path / "mutants"
     mutants = write_mutants(folder)
-    path = build(
-        PROGRAMS / "kernels.cpp", tmp_path, optimise=FAST, include=[folder], define=["PASA_CPU_TWIN", "PASA_MUTANTS"]
-    )
-    return Program(path, tmp_path), mutants
+    source, define = PROGRAMS / "kernels.cpp", ["PASA_CPU_TWIN", "PASA_MUTANTS"]
+    return Program(build(source, programs_folder, optimise=FAST, include=[folder], define=define), tmp_path), mutants
 
 
 @dataclass(frozen=True)

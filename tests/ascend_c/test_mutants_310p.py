@@ -224,11 +224,11 @@ LONG = [extreme_means(65504.0), extreme_means(-65504.0)]  # seconds each, so the
 
 
 @pytest.fixture
-def mutated(tmp_path):
+def mutated(programs_folder, tmp_path):
     folder = tmp_path / "mutants"
     mutants = write_mutants(folder, "310p/*.h task.h rows.h decode_task.h head_frame.h", RULES)
     source, define = PROGRAMS / "kernels_310p.cpp", ["PASA_CPU_TWIN", "PASA_MUTANTS"]
-    return Program(build(source, tmp_path, optimise=FAST, include=[folder], define=define), tmp_path), mutants
+    return Program(build(source, programs_folder, optimise=FAST, include=[folder], define=define), tmp_path), mutants
 
 
 def exact_launch(launch, *args, **options):
