@@ -37,11 +37,18 @@ def reach(module: str, name: str, reached: dict[tuple[str, str], str]) -> None:
             reach(statement.module or "", original, reached)
             continue
         reached[module, name] += code_of(statement)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node.id in statements:
-                reach(module, node.id, reached)
+        for each in names_in(statement):
+            if each in statements:
+                reach(module, each, reached)
 
 
+@functools.cache
+def names_in(statement: ast.stmt) -> list[str]:
+    """Return the names that stand in a statement."""
+    return sorted({node.id for node in ast.walk(statement) if isinstance(node, ast.Name)})
+
+
+@functools.cache  # because most kernels share most of their code
 def code_of(statement: ast.stmt) -> str:
     """Return a statement as code without docstrings, comments and line breaks, which no compiler sees."""
     statement = copy.deepcopy(statement)

@@ -1,4 +1,4 @@
-"""Programs for the CPU twin, compiled once per session however many test processes there are."""
+"""Programs for the CPU twin, compiled once however many test processes there are, and again when a source changes."""
 
 import dataclasses
 
@@ -18,15 +18,22 @@ def twin_folder(shared_folder):
     return shared_folder / "twin"
 
 
+@pytest.fixture(scope="session")
+def programs_folder(pytestconfig, twin_folder):
+    """Return the folder of compiled programs: pytest's cache, in which later sessions find them."""
+    cache = getattr(pytestconfig, "cache", None)  # None with -p no:cacheprovider
+    return twin_folder if cache is None else cache.mkdir("twin")
+
+
 @pytest.fixture
-def twin_program(twin_folder, tmp_path):
+def twin_program(programs_folder, tmp_path):
     """Make a program out of the name of a file in `programs/`; arrays go through the test's own folder.
 
     Programs run under AddressSanitizer and UndefinedBehaviorSanitizer unless `optimise` says otherwise.
     """
 
     def make(name, *, optimise=SANITIZED, **settings):
-        return Program(build(PROGRAMS / f"{name}.cpp", twin_folder, optimise=optimise, **settings), tmp_path)
+        return Program(build(PROGRAMS / f"{name}.cpp", programs_folder, optimise=optimise, **settings), tmp_path)
 
     return make
 

@@ -11,7 +11,7 @@ from pasa.eval.random_calls import inputs
 from pasa.eval.random_calls.judge import Arithmetic, judge
 from pasa.eval.random_calls.truth import find_truth
 from tests.ascend_c.kernel_runs import (
-    LAUNCHES,
+    SOME_LAUNCHES,
     attend_by_reference,
     launch_attention,
     launch_shift,
@@ -70,7 +70,7 @@ def check_agreement(kernels, x):
     assert all(torch.equal(made[name], values) for name, values in shifted.items())
     first, expected = None, attend_by_reference(x)
     visible = seen(x).expand_as(expected["scores"])
-    for mode, seed in LAUNCHES:
+    for mode, seed in SOME_LAUNCHES:
         result = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
         assert result.report["ok"], result.report["fault"]
         assert sum(result.report["undefined"].values()) == 0

@@ -12,7 +12,7 @@ import torch
 
 from tests.ascend_c.decode_runs import launch_decode
 from tests.ascend_c.kernel_runs import (
-    LAUNCHES,
+    SOME_LAUNCHES,
     Call,
     attend_by_reference,
     launch_attention,
@@ -56,7 +56,7 @@ def test_keys_are_shifted_by_sequence(kernels, name, window):
     """Means, anchors and frames begin anew with each sequence."""
     x = packed_call(LENGTHS[name], kv_heads=2, dim=80, window=window)
     expected = shifted_by_reference(x)
-    for mode, seed in LAUNCHES:
+    for mode, seed in SOME_LAUNCHES:
         result = launch_shift(kernels, x, cores=3, mode=mode, seed=seed)
         assert result.report["ok"], result.report["fault"]
         assert result.report["undefined"].get("keys", 0) == 0
@@ -89,7 +89,7 @@ def test_each_sequence_is_as_a_call_of_its_own(kernels, name, limit, how):
     overflow, dim = how
     x = packed_call(LENGTHS[name], heads=4, kv_heads=2, dim=dim, overflow=overflow, **LIMITS[limit])
     shifted, first = shifted_by_reference(x), None
-    for mode, seed in LAUNCHES:
+    for mode, seed in SOME_LAUNCHES:
         result = launch_attention(kernels, x, shifted, mode=mode, seed=seed, groups=1 + seed % 3)
         assert result.report["ok"], result.report["fault"]
         assert sum(result.report["undefined"].values()) == 0
@@ -180,7 +180,7 @@ def test_decoded_sequences_are_as_calls_of_their_own(kernels, name, causal, over
     x = packed_call(DECODED[name], heads=6, kv_heads=2, causal=causal, overflow=overflow)
     for groups in (1, 3):
         first = None
-        for mode, seed in LAUNCHES:
+        for mode, seed in SOME_LAUNCHES:
             result = launch_decode(kernels, x, groups=groups, mode=mode, seed=seed)
             assert result.report["ok"], result.report["fault"]
             assert sum(result.report["undefined"].values()) == 0

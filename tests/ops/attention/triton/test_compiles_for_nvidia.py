@@ -214,12 +214,17 @@ def sources():
     return module
 
 
+@functools.cache
+def compiling():
+    """Return the code of the functions that compile a case."""
+    functions = (compile_case, rowless_products, stack_bytes)
+    return [sources().code_of(ast.parse(inspect.getsource(each)).body[0]) for each in functions]
+
+
 def key_of(case, triton_version):
     """Eight digits for all that the outcome of a case depends on."""
     options = sorted(case.get("options", {}).items())
-    compiling = [ast.parse(inspect.getsource(each)).body[0] for each in (compile_case, rowless_products, stack_bytes)]
-    code = [sources().code_of(each) for each in compiling]
-    depends = [*code, repr(SETTINGS), triton_version, sources().source_of(case), repr(options)]
+    depends = [*compiling(), repr(SETTINGS), triton_version, sources().source_of(case), repr(options)]
     return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:8]
 
 
