@@ -28,8 +28,8 @@ from pasa.ops import measured
 
 # Of each kind of `pasa.ops.measured.kind_of_dim`, one.
 DIMS = (40, 64, 80, 128, 192, 256)
-HEADS, TOKENS = (8, 64), (128, 512, 2048, 8192)
-MOST_HEADS = 512  # for the fewest tokens
+HEADS, TOKENS = (8, 64), (16, 128, 512, 2048, 8192)
+MOST_HEADS = 512  # for few tokens
 KINDS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
 # Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
 DECODING = (
@@ -63,7 +63,7 @@ PLAIN = (
         _prefill(kind, heads, tokens, tokens, dim)
         for kind in KINDS
         for dim in DIMS
-        for heads, tokens in (*product(HEADS, TOKENS), (MOST_HEADS, TOKENS[0]))
+        for heads, tokens in (*product(HEADS, TOKENS), *((MOST_HEADS, each) for each in TOKENS[:2]))
     ),
     *(_prefill("full", heads, *sizes, dim) for dim in DIMS for heads in HEADS for sizes in CROSS),
     *(_decoding(*sizes, dim) for dim in DIMS for sizes in DECODING),
@@ -198,7 +198,7 @@ def grid_table(result: dict[str, Any]) -> Table:
 
 def _group(shape: measured.Shape) -> str:
     dims = f"D {'up to' if shape.dim <= 128 else 'above'} 128"
-    if shape.rows <= measured.DECODING:
+    if shape.decodes and shape.rows != shape.keys:
         return f"decoding, {'left-padded, ' if shape.mask != 'none' else ''}{dims}"
     if shape.rows != shape.keys:
         return f"cross-attention, {dims}, {shape.rows:,} rows and {shape.keys:,} keys"
