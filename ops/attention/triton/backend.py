@@ -98,21 +98,19 @@ def hopper_serves(call: KernelCall) -> bool:
 
 @cache
 def _hopper() -> Family:
-    from pasa.ops.attention.triton.hopper.launch import hopper_attention  # Gluon, which other versions of Triton lack
+    from pasa.ops.attention.triton.hopper.launch import repeated  # Gluon, which other versions of Triton lack
 
-    return with_own_plans(hopper_attention)
+    return with_own_plans(repeated)
 
 
-def with_own_plans(attend_by: Callable[[KernelCall], tuple[Tensor, Tensor]]) -> Family:
-    """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole."""
+def with_own_plans(repeated: Callable[[KernelCall], Callable[..., tuple[Tensor, Tensor]]]) -> Family:
+    """Return the family of a launcher that keeps plans itself, so that a plan of the call calls it as a whole.
+
+    `repeated` returns what attends to q, k and v of the call's geometry, and keeps no tensor of the call.
+    """
 
     def family(call: KernelCall) -> tuple[Tensor, Tensor, None]:
-        scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
-
-        def again(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_by(KernelCall(q, k, v, scale, options, is_causal, dropped=dropped))
-
-        return *repeat_whole(again, call.q, call.k, call.v), None
+        return *repeat_whole(repeated(call), call.q, call.k, call.v), None
 
     return family
 

@@ -8,8 +8,7 @@ maps twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
@@ -60,15 +59,25 @@ def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     lse : Tensor (B, Hq, Sq), FP32
         Natural logarithm; -inf, and 0 in `out`, for a row that sees no key.
     """
-    q, k, v = call.q, call.k, call.v
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    return repeated(call)(call.q, call.k, call.v)
+
+
+def repeated(call: KernelCall) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return what attends as a call does to q, k and v of its geometry: shapes, strides, and addresses modulo 16."""
+    scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
+    tensors = call.q, call.k, call.v
+    shapes, strides = (call.q.shape, call.k.shape), [x.stride() for x in tensors]
+    plan = plan_for(*shapes, *strides, is_causal, dropped, call.q.device, options.batch_invariant)
+    if plan is not None and not any(x.data_ptr() % 16 for x in tensors):
+        return lambda q, k, v: plan.run(q, k, v, scale)
+
+    def copied(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if plan is None:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
-    strides = q.stride(), k.stride(), v.stride()
-    invariant = call.options.batch_invariant
-    plan = plan_for(q.shape, k.shape, *strides, call.is_causal, call.dropped, q.device, invariant)
-    if plan is None:
-        return hopper_attention(replace(call, q=q.contiguous(), k=k.contiguous(), v=v.contiguous()))
-    return plan.run(q, k, v, call.scale)
+        return hopper_attention(KernelCall(q, k, v, scale, options, is_causal, dropped=dropped))
+
+    return copied
 
 
 class Plan:
