@@ -81,11 +81,7 @@ def repeat(op: CustomOpDef, tensors: tuple[Tensor | None, ...], *others: Any) ->
     Takes the tensors among the arguments of the operator in one tuple, and then its other arguments. None stands for a
     result without elements.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None or _is_observed(tensors):
-        return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.compiler.is_compiling() or not _is_plain(tensors):
         return None
     plan = plans.known(op, others, tensors)
     return None if plan is None else plan.run(tensors)
@@ -111,9 +107,20 @@ def call(op: CustomOpDef, *arguments: Any) -> Any:
         return _functions[op].apply(*arguments) if grad else op(*arguments)
     if _is_observed(tensors):
         return op(*arguments)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if _needs_gradient(tensors):
         return _short_functions[op].apply(*tensors, arguments) if op in _functions else op(*arguments)
     return plans.run(op, arguments, tensors)
+
+
+def _is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Return whether nothing but the implementation concerns a call: no gradient, transform, mode or profiler."""
+    if _needs_gradient(tensors) or forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None and not _is_observed(tensors)
+
+
+def _needs_gradient(tensors: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def _is_observed(tensors: tuple[Any, ...]) -> bool:

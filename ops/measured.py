@@ -1,6 +1,6 @@
 """Read which of two backends serves a shape faster: measured on a device, never searched for while a program runs.
 
-`pasa bench choice` writes measured.json from stored runs of `pasa bench speed`. The registry asks `faster`, when both
+`pasa bench choice` writes measured.json from stored runs of `pasa bench speed`. The registry asks `chosen`, when both
 backends can serve a call and give the same guarantee. What is measured on two kinds of data counts for all data, so
 that a call's backend depends on its shape alone.
 """
@@ -85,8 +85,8 @@ class Measurement:
     capability : str
         Of the device, such as "9.0".
     shape : Shape
-    faster, captured : str
-        The names of the backends that serve an eager call and one in a CUDA graph faster; empty if neither is.
+    eager, captured : str
+        The names of the backends that are to serve an eager call and one in a CUDA graph; empty if neither is faster.
     ratios : dict
         Maps "eager" and "graph", and the same on biased data ("eager biased"), to the speed of `sdpa` over that of
         `triton`.
@@ -98,15 +98,15 @@ class Measurement:
 
     capability: str
     shape: Shape
-    faster: str
+    eager: str
     captured: str
     ratios: dict[str, float]
     case: str
     runs: tuple[str, ...]
 
     def best(self, captured: bool) -> str:
-        """Return the name of the faster backend for calls that a graph captures, or for others."""
-        return self.captured if captured else self.faster
+        """Return the name of the backend for calls that a graph captures, or for others."""
+        return self.captured if captured else self.eager
 
 
 def to_json(measurements: Iterable[Measurement]) -> str:
@@ -146,8 +146,8 @@ def _of_kind(capability: str, kind: tuple[object, ...]) -> tuple[Measurement, ..
 
 
 @lru_cache(maxsize=SHAPES)
-def faster(capability: str, shape: Shape, captured: bool) -> str:
-    """Return the name of the backend that serves a shape faster on such a device; empty if none is known to.
+def chosen(capability: str, shape: Shape, captured: bool) -> str:
+    """Return the name of the backend that is to serve a shape on such a device; empty if none is known to be faster.
 
     `captured`: while a CUDA graph is captured. The graph's launches do not wait for the host, while an eager call may
     wait longer for the host than for the device.
@@ -161,4 +161,4 @@ def rivals(capability: str, dim: int, mask: str) -> frozenset[str]:
     """Return the backends that are faster for some shape like a head dimension and a mask on such a device."""
     like = [each for each in table() if (each.capability, each.shape.mask) == (capability, mask)]
     like = [each for each in like if kind_of_dim(each.shape.dim) == kind_of_dim(dim)]
-    return frozenset(name for each in like for name in (each.faster, each.captured) if name)
+    return frozenset(name for each in like for name in (each.eager, each.captured) if name)

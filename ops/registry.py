@@ -114,7 +114,7 @@ class ByShape(ModuleType):
     ) -> Backend:
         (batch, heads, rows, dim), (_, kv_heads, keys, _) = q_shape, k_shape
         shape = measured.Shape(dim, is_causal, mask, batch * heads, batch * kv_heads, rows, keys)
-        return self.faster.get(measured.faster(_capability(device), shape, captured), self.preferred)
+        return self.faster.get(measured.chosen(_capability(device), shape, captured), self.preferred)
 
 
 @cache
@@ -141,10 +141,10 @@ def state(backend: Backend) -> str:
     if preferred is None or backend is preferred:
         return text
     here = [each for each in measured.table() if each.capability == capability()]
-    taken = [each for each in here if backend.name in (each.faster, each.captured)]
+    taken = [each for each in here if backend.name in (each.eager, each.captured)]
     dims = ", ".join(map(str, sorted({each.shape.dim for each in taken})))
     like = f"{len(taken)} of {len(here)} shapes measured on such a GPU (head dim {dims})"
-    graphs = sum(each.faster != backend.name for each in taken)
+    graphs = sum(each.eager != backend.name for each in taken)
     alone = f", in {graphs} of them in a CUDA graph alone" if graphs else ""
     return (
         f"{text}; serves calls like {like}, because it is faster there than {preferred.name}{alone}" if taken else text

@@ -4,8 +4,8 @@
 time does, it is measured on N(0, 1) and on biased data. The backend is chosen whose worst slowdown is smaller.
 
 cuDNN, which `sdpa` calls, prepares each new shape for `PLANNING_MS`, and the calls of a language model have a new shape
-for every prompt and every token. There it has to save that time in `CALLS` calls, unless a graph is captured, which is
-then replayed many times. Other calls, as of images, keep their shapes.
+for every prompt and every token. There it has to save that time in `CALLS` calls, on the data where it saves most,
+unless a graph is captured, which is then replayed many times. Other calls, as of images, keep their shapes.
 """
 
 from __future__ import annotations
@@ -57,15 +57,20 @@ def verdict(ratios: Mapping[str, float], rows: int = 1, *, captured: bool = Fals
     graph are those of the device. They count where a graph captures the call, and for prompts (`rows`): the host
     enqueues one layer while the device runs another. In eager decoding each token waits for the host.
     """
-    counts = "graph" if captured or rows > measured.DECODING else "eager"
-    ratios = {how: each for how, each in ratios.items() if how.startswith(counts)} or ratios
     if not ratios:
         return ""
+    ratios = _deciding(ratios, rows, captured)
     slowdown_of_preferred = max(1.0, *ratios.values())
     slowdown_of_other = max(1.0, *(1 / each for each in ratios.values()))
     if slowdown_of_preferred > MARGIN * slowdown_of_other:
         return OTHER
     return PREFERRED if slowdown_of_other > MARGIN * slowdown_of_preferred else ""
+
+
+def _deciding(ratios: Mapping[str, float], rows: int, captured: bool) -> Mapping[str, float]:
+    """Return the ratios in the ways of running that decide; all, if none was measured."""
+    counts = "graph" if captured or rows > measured.DECODING else "eager"
+    return {how: each for how, each in ratios.items() if how.startswith(counts)} or ratios
 
 
 def has_new_lengths(shape: Shape) -> bool:
@@ -99,7 +104,8 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
             eagerly, in_graph = (verdict(ratios, shape.rows, captured=each) for each in (False, True))
-            saved = max(records[how, PREFERRED][0]["median_ms"] * (1 - 1 / ratio) for how, ratio in ratios.items())
+            deciding = _deciding(ratios, shape.rows, False)
+            saved = max(records[how, PREFERRED][0]["median_ms"] * (1 - 1 / ratio) for how, ratio in deciding.items())
             if eagerly == OTHER and has_new_lengths(shape) and saved < PLANNING_MS / CALLS:
                 eagerly = PREFERRED
             result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
@@ -115,13 +121,14 @@ def _ratio(other: tuple[Record, Record], preferred: tuple[Record, Record]) -> fl
 
 
 def wrong(run: Record, table: Sequence[Measurement] | None = None) -> list[str]:
-    """Return a line for each shape of a run for which the slower backend is chosen, with the table that is in use."""
+    """Return a line for each shape of a run that is not served as the run asks for, with the table that is in use."""
     lines = []
     for each, captured in product(measurements([run]), (False, True)):
         known = measured.nearest(each.capability, each.shape, table, captured=captured)
         chosen = OTHER if known is not None and known.best(captured) == OTHER else PREFERRED
-        if (faster := each.best(captured)) not in ("", chosen):
+        if (better := each.best(captured)) not in ("", chosen):
             times = ", ".join(f"{ratio:.2f} {how}" for how, ratio in each.ratios.items())
-            said = f"{chosen} is chosen {'in a graph' if captured else 'eagerly'}, although {faster} is faster"
+            new = " with new lengths" if not captured and has_new_lengths(each.shape) else ""
+            said = f"{chosen} is chosen {'in a graph' if captured else 'eagerly'}, although {better} is faster{new}"
             lines.append(f"{each.case}: {said} (speed of {OTHER} over {PREFERRED}: {times})")
     return lines

@@ -150,11 +150,11 @@ def report(result: dict[str, Any]) -> list[Table | str]:
                 each["capability"],
                 f"({size}) {kind}",
                 *numbers,
-                *(each[how] or "neither" for how in ("faster", "captured")),
+                *(each[how] or "neither" for how in ("eager", "captured")),
             ]
         )
     header = ["case", "capability", "shape", *(f"{OTHER} / {PREFERRED}, {how}" for how in WAYS)]
-    header += ["faster eagerly", "faster in a graph"]
+    header += ["chosen eagerly", "chosen in a graph"]
     texts = [
         f"No run speaks for {len(names)} of {len(GRID)} cases of the grid on capability {device}: "
         f"`pasa bench speed --grid` measures them. For them, {PREFERRED} is chosen."
@@ -181,7 +181,7 @@ def grid_table(result: dict[str, Any]) -> Table:
                 ratios.setdefault((each["implementation"], biased), []).append(each["to_cudnn"])
         plain = case["name"].removesuffix("+channels")
         chosen.setdefault(label, {})[plain] = [
-            measured.faster(capability, shape, captured) or PREFERRED for captured in (False, True)
+            measured.chosen(capability, shape, captured) or PREFERRED for captured in (False, True)
         ]
     rows = []
     for label, ratios in groups.items():

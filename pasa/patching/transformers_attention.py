@@ -164,7 +164,7 @@ def run_pasa(
 ) -> tuple[torch.Tensor, None]:
     """Attend with PASA: query (B, Hq, Lq, D), key, value (B, Hkv, Lk, D) -> (B, Lq, Hq, D) contiguous, no weights."""
     packed = is_packed(kwargs)
-    _refuse_keywords(module, dropout, kwargs if not packed else {x: kwargs[x] for x in kwargs.keys() - PACKED})
+    _refuse_keywords(module, dropout, {x: kwargs[x] for x in kwargs if x not in PACKED} if packed else kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed:
         unsupported = {"attention_mask": attention_mask, "sinks": sinks, "position_bias": position_bias}

@@ -32,7 +32,7 @@ def hopper(monkeypatch):
         "load",
         lambda self: SimpleNamespace(attend=lambda call: self.name, warm_up=warm.add, is_warm=warm.__contains__),
     )
-    caches = registry.choose, registry._capability, notices.warn_once, measured.faster, measured.rivals
+    caches = registry.choose, registry._capability, notices.warn_once, measured.chosen, measured.rivals
     caches += (measured._of_kind,)
     for each in caches:
         each.cache_clear()
@@ -134,7 +134,7 @@ def test_head_dimensions_that_the_same_kernels_serve_are_alike(hopper, dim, like
 
 def test_the_nearest_measurement_counts():
     far = dataclasses.replace(
-        SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), faster="far", captured="far"
+        SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), eager="far", captured="far"
     )
     assert measured.nearest("9.0", dataclasses.replace(FULL, rows=5000), (far, SLOWER)) is SLOWER
     assert measured.nearest("9.0", dataclasses.replace(FULL, rows=7000, keys=7000), (far, SLOWER)) is far
@@ -165,13 +165,13 @@ def test_a_table_survives_being_written(tmp_path, monkeypatch):
 
 
 def test_the_stored_table_can_be_read():
-    assert {name for each in measured.table() for name in (each.faster, each.captured)} <= {"", "triton", "sdpa"}
+    assert {name for each in measured.table() for name in (each.eager, each.captured)} <= {"", "triton", "sdpa"}
 
 
 def test_a_call_that_a_graph_captures_goes_to_the_backend_that_is_faster_there(hopper):
     """Eager decoding waits for the host, whose work for `sdpa` takes longer; a graph does not wait."""
     decoding = dataclasses.replace(FULL, rows=1)
-    other = dataclasses.replace(SLOWER, shape=decoding, faster="triton", ratios={"eager": 0.4, "graph": 1.5})
+    other = dataclasses.replace(SLOWER, shape=decoding, eager="triton", ratios={"eager": 0.4, "graph": 1.5})
     hopper.setattr(measured, "table", lambda: (other,))
     module = chosen()[0]
     hopper.setattr(registry, "capturing", lambda x: True)

@@ -158,7 +158,7 @@ def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
     monkeypatch.setattr(registry, "choose", lambda *how: (by_shape, *choose(*how)[1:]))
     monkeypatch.setattr(registry, "_capability", lambda _: "9.0")
     monkeypatch.setattr(
-        registry.measured, "faster", lambda _, shape, captured: "sdpa" if captured else served_by[shape.keys]
+        registry.measured, "chosen", lambda _, shape, captured: "sdpa" if captured else served_by[shape.keys]
     )
     monkeypatch.setattr(devices.warm, "devices", frozenset())
     warmed = []

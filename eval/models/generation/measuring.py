@@ -16,7 +16,7 @@ from pasa.eval.kit.memory import added_peak
 from pasa.eval.kit.output import error_line
 from pasa.eval.kit.timing import Rounds, ratio, summary
 from pasa.eval.models.generation.profiling import kernels
-from pasa.eval.models.generation.runs import PLAIN, SDPA, Marks, Prompts, Run, compiled_graphs, forget_compiled
+from pasa.eval.models.generation.runs import PASA, PLAIN, SDPA, Marks, Prompts, Run, compiled_graphs, forget_compiled
 
 Record = dict[str, Any]
 OK, FAILED, NOT_RUN = "ok", "failed gate", "not run"
@@ -67,6 +67,8 @@ def measure(case: Case, original: Any, attentions: Sequence[str], turns: int, ne
         records[name] |= _describe(own, times.get(SDPA))
     if case.way == PLAIN:
         longer = partial(_longer_prompts, case, original, new_tokens, len(runs))
+        if PASA in runs:
+            _compile_kinds_of_lengths(runs[PASA], case, longer(NEW_TURNS, 0).ids.shape[1])
         times_of_new = take_turns(runs, longer, NEW_TURNS, NEW_TOKENS)
         for name, own in times_of_new.items():
             described = _describe(own, times_of_new.get(SDPA))
@@ -98,6 +100,19 @@ def _longer_prompts(case: Case, original: Any, new_tokens: int, runs: int, turn:
     """Return prompts that are a little longer than in the other turns; no other call has keys of these lengths."""
     tokens = case.tokens + new_tokens + (turn * runs + place) * (NEW_TOKENS + 1)
     return Prompts.draw(case.batch, tokens, case.padded, original.config.vocab_size, original.device)
+
+
+def _compile_kinds_of_lengths(run: Run, case: Case, least: int) -> None:
+    """Let a run generate from prompts of at least so many tokens, until all its kernels are compiled.
+
+    Triton compiles them once for lengths that are multiples of 16, once for other multiples of 4, and once for others.
+    """
+    config, device = run.model.config, run.model.device
+    first = -(-least // 16) * 16
+    for tokens in (first, first + 4, first + 9, first + 13):  # and the tokens after the last two have all kinds
+        run.generate(
+            Prompts.draw(case.batch, tokens, case.padded, config.vocab_size, device), NEW_TOKENS, Marks(device)
+        )
 
 
 def take_turns(

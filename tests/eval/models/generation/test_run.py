@@ -255,8 +255,10 @@ def test_new_lengths_are_new_to_every_attention(model: Any, monkeypatch: pytest.
     monkeypatch.setattr(Run, "generate", watched)
     measuring.measure(measuring.Case(24, 1, False, PLAIN), model, (PASA, SDPA), 2, 4)
     new = seen[-measuring.NEW_TURNS * 2 :]
+    compiled = [start for start, _ in seen[: -len(new)] if start != 24]
+    assert {start % 16 for start in compiled} == {0, 4, 9, 13}
+    assert min(compiled) > max(start + tokens for start, tokens in new)
     lengths = [length for start, tokens in [(24, 4), *new] for length in range(start, start + tokens)]
-    assert {start for start, _ in seen[: -len(new)]} == {24}
     assert len(lengths) == len(set(lengths)) == 4 + len(new) * measuring.NEW_TOKENS
 
 
