@@ -62,11 +62,11 @@ def calls_of(function):
 # (masked), 654 (prefill) and 270 (short) functions, and forward and backward together 1402. In a model, where other
 # code fills the caches of the processor, each costs twice as much time as in a loop.
 WORK = {
-    "decode": (80, 3),
-    "decode masked": (85, 3),
-    "decode some rows": (80, 3),
-    "prefill": (80, 3),
-    "short": (65, 1),
+    "decode": (85, 3),
+    "decode masked": (90, 3),
+    "decode some rows": (85, 3),
+    "prefill": (85, 3),
+    "short": (70, 1),
 }
 
 
