@@ -25,7 +25,7 @@ BACKENDS = {"pasa": "triton", GUARDED: "sdpa"}
 """Implementations of the benchmark, and the backends that they measure."""
 PREFERRED, OTHER = BACKENDS.values()
 MARGIN = 1.05  # readings of one kernel differ by up to 5 % between runs
-PLANNING_MS = 40.0  # of the host, for which cuDNN prepares its first call with each shape (H100, cuDNN 9.19)
+PLANNING_MS = 40.0  # of the host, at least, for which cuDNN prepares its first call with a shape (H100, cuDNN 9.19)
 CALLS = 40  # with a shape, in a language model: about the layers that a prompt or a token goes through
 DATA = {"randn": "", "channels": " biased"}  # kinds of data, and how the ways of running on them are named
 WAYS = tuple(how + data for data in DATA.values() for how in ("eager", "graph"))

@@ -90,7 +90,7 @@ def test_times_of_the_device_count_for_prompts_and_in_graphs():
     ],
 )
 def test_where_lengths_are_new_cudnn_has_to_save_the_time_of_its_preparation(kind, ms, eagerly):
-    """A new length costs cuDNN 40 ms, which a model's 40 layers share: a patched model took them for every prompt."""
+    """A new length costs cuDNN 40 ms or more, which a model's 40 layers share: patched models took them every time."""
     case = dataclasses.replace(CASE, **kind)
     times = {key: ms * each / 3 for key, each in FASTER_EVERYWHERE.items()}
     (found,) = measurements([stored_run(times, case)])
