@@ -1,9 +1,9 @@
 """Triton kernel for short sequences of keys: one launch, in which each program goes through all keys of its rows.
 
 Where keys are few, a second launch costs more than splitting them would save. The rows of a tile are those of all query
-heads that share a key head, one head after another. Keys are used unchanged first, with a running maximum. If scores
-may be too large for FP32 sums, the program goes through the keys again, less an anchor for the head. If that does not
-help, or a number is not finite, each block gets an anchor.
+heads that share a key head, one head after another. The last keys show whether scores may be too large for FP32 sums.
+If so, their middle is subtracted from all keys. If that does not help or rounds a key, if other keys are longer, or if
+a number is not finite, the program starts again, and each block gets an anchor.
 """
 
 import triton
@@ -26,59 +26,71 @@ from pasa.ops.attention.triton.tile_math import (
 
 
 @triton.jit
-def attend_shifted(
-    b_q, b_anchor, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio, stride_kn, stride_vn,
-    stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Attend to the keys up to `end`, less an anchor (D,) FP16; other arguments as in `attend_split`.
-
-    Returns maxima, sums and products with the values, and the smallest and the largest difference from the anchor in
-    each column (D,) FP32, among keys that a row sees: NaN or infinite if one of them is, and unused if CAP.
-    """
+def load_block(p_x, o_n, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Load keys or values (N, D_PAD) with the indices o_n, 0 from `end` on."""
     o_d = tl.arange(0, D_PAD)
+    m_x = (o_n < end)[:, None] & (o_d < D)[None, :]
+    return tl.load(p_x + (tl.cast(o_n, tl.int64) * stride_n)[:, None] + o_d[None, :], mask=m_x, other=0.0)
+
+
+@triton.jit
+def seen_keys(
+    p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return which of the keys o_n (N,) each row sees (M, N), which some row sees (N,), and what a mask adds (M, N)."""
+    m_seen = (o_n < end)[None, :] & m_row[:, None]
+    b_bias = 0.0
+    if CAUSAL:
+        m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
+    if WINDOW:
+        m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
+    if MASK != "none":
+        p_tile = p_masks[:, None] + (tl.cast(o_n, tl.int64) * stride_mask_n)[None, :]
+        b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+        m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
+    return m_seen, tl.max(tl.where(m_seen, 1, 0), 0) > 0, b_bias
+
+
+@triton.jit
+def attend_block(
+    b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK: tl.constexpr, CAP: tl.constexpr
+):
+    """Return maxima, sums and products with the values after a block; keys that no row sees do not count."""
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
-    b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
-    b_sum = tl.zeros((b_q.shape[0],), tl.float32)
-    b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
-    b_low = tl.full((BLOCK_N, D_PAD), INF, tl.float16)
-    b_high = tl.full((BLOCK_N, D_PAD), -INF, tl.float16)
-    offset = tl.zeros_like(b_max)
-    for start in range(0, end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        o_wide = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
-        m_tile = (o_n < end)[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(p_keys + (o_wide * stride_kn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
-        if CAP == "none":
-            b_k = b_k - b_anchor[None, :]
-        m_seen = (o_n < end)[None, :] & m_row[:, None]
-        if CAUSAL:
-            m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
-        if WINDOW:
-            m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
-        b_s = tl.dot(b_q, tl.trans(b_k))
-        if CAP != "none":
-            b_s = capped_scores(b_s, ratio, CAP)
-        if MASK != "none":
-            p_tile = p_masks[:, None] + (o_wide * stride_mask_n)[None, :]
-            b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
-            m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
-            if MASK == "float":
-                b_s = b_s * scale + b_bias
-        b_s = tl.where(m_seen, b_s, -INF)
-        m_key = (tl.max(tl.where(m_seen, 1, 0), 0) > 0)[:, None]  # other keys make no program start again
-        if CAP == "none":
-            b_low = tl.minimum(b_low, tl.where(m_key, b_k, INF), propagate_nan=tl.PropagateNan.ALL)
-            b_high = tl.maximum(b_high, tl.where(m_key, b_k, -INF), propagate_nan=tl.PropagateNan.ALL)
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, True, False)
-        b_acc = b_acc * alpha[:, None]
-        b_v = tl.load(p_values + (o_wide * stride_vn)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
-        if CAP != "none":
-            b_acc = add_values(b_acc, b_p, b_v, m_seen)
-        else:
-            b_acc = tl.dot(b_p, tl.where(m_key, b_v, 0.0).to(tl.float16), b_acc)
-    low, high = tl.reduce((b_low, b_high), 0, outermost)
-    return b_max, b_sum, b_acc, low.to(tl.float32), high.to(tl.float32)
+    b_s = tl.dot(b_q, tl.trans(b_k))
+    if CAP != "none":
+        b_s = capped_scores(b_s, ratio, CAP)
+    if MASK == "float":
+        b_s = b_s * scale + b_bias
+    b_s = tl.where(m_seen, b_s, -INF)
+    b_p, alpha, b_max, b_sum = softmax_step(b_s, tl.zeros_like(b_max), factor, b_max, b_sum, True, False)
+    b_acc = b_acc * alpha[:, None]
+    if CAP != "none":
+        b_acc = add_values(b_acc, b_p, b_v, m_seen)
+    else:
+        b_acc = tl.dot(b_p, tl.where(m_key[:, None], b_v, 0.0).to(tl.float16), b_acc)
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def squared_norms(b_k, m_key):
+    """Return |k|^2 (N,): 0 for keys that no row sees, NaN or infinite if a number of the key is."""
+    b_wide = b_k.to(tl.float32)
+    return tl.where(m_key, tl.sum(b_wide * b_wide, 1), 0.0)
+
+
+@triton.jit
+def larger(one, other):
+    """Return the larger of two numbers: NaN if one of them is."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def are_bounded(b_squares, b_longest, m_row, scale):
+    """Return whether scores stay within `ANCHOR_LIMIT` in all rows, by squared norms of queries (M,) and keys (N,)."""
+    m_good = tl.sqrt(tl.reduce(b_longest, 0, larger) * b_squares) * scale <= ANCHOR_LIMIT  # not so if one is NaN
+    return tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
 
 
 @triton.jit
@@ -89,18 +101,18 @@ def outermost(low, high, other_low, other_high):
 
 
 @triton.jit
-def largest(low, high):
-    """Return the larger size of two extremes (W,), infinite if one is NaN, and 0 for columns without a key."""
-    size = tl.maximum(tl.abs(low), tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
-    size = tl.where(size <= FP16_MAX, size, INF)  # a maximum may lose a NaN, so a NaN becomes an infinity
-    return tl.where(low > high, 0.0, size)
+def middle_of(b_k, m_key, WHOLE: tl.constexpr):
+    """Return the anchor (D,) FP16 of the keys (N, D) that a row sees; 0 in columns where it may round a key.
 
-
-@triton.jit
-def are_bounded(b_q, b_top, m_row, scale):
-    """Return whether the sum of products |q k| stays within `ANCHOR_LIMIT` in all rows, by the largest |k| (D,)."""
-    m_good = tl.sum(tl.abs(b_q.to(tl.float32)) * b_top[None, :], 1) * scale <= ANCHOR_LIMIT
-    return tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
+    Unless WHOLE, there are others: they may lie beyond these by a quarter of what these span.
+    """
+    b_low = tl.where(m_key[:, None], b_k, INF).to(tl.float16)
+    b_high = tl.where(m_key[:, None], b_k, -INF).to(tl.float16)
+    low, high = tl.reduce((b_low, b_high), 0, outermost)
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    beyond = 0.0 if WHOLE else (high - low) * 0.25
+    return middle_anchor(low - beyond, high + beyond)
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
@@ -153,6 +165,7 @@ def short_kernel(
     SINKS: tl.constexpr,
     MAXIMA: tl.constexpr,
     STEP: tl.constexpr,  # of the strides of q, k, v and the output: `in_steps`
+    WHOLE: tl.constexpr,  # all keys are in one block
 ):
     """Compute softmax(scale q k^T + mask) v and its log-sum-exp for BLOCK_M rows of the heads of one key head."""
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
@@ -170,8 +183,6 @@ def short_kernel(
     o_head = kv_head * group + o_m // rows
     o_query = o_m % rows
     p_rows = p_q + batch * stride_qb + o_head * stride_qh + tl.cast(o_query, tl.int64) * stride_qm
-    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
-    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     p_masks = (
@@ -186,32 +197,57 @@ def short_kernel(
         diagonal += right
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
+    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    o_last = tl.maximum(end - BLOCK_N, 0) + tl.arange(0, BLOCK_N)
+    b_k = load_block(p_keys, o_last, end, stride_kn, D, D_PAD)
+    if WHOLE:  # early, so that it arrives with the keys
+        b_v = load_block(p_values, o_last, end, stride_vn, D, D_PAD)
+    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
+    m_seen, m_key, b_bias = seen_keys(
+        p_masks, o_last, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
+    )
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-    b_frame = tl.zeros((D_PAD,), tl.float32)
-    good = tl.full((), 1, tl.int32)
-    turn = tl.full((), 0, tl.int32)
-    turns = tl.full((), 1, tl.int32)
-    while turn < turns:  # both turns share their code, which a short call waits for
-        b_max, b_sum, b_acc, low, high = attend_shifted(
-            b_q, b_frame.to(tl.float16), p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio,
-            stride_kn, stride_vn, stride_mask_n, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
-        )  # fmt: skip
-        turn += 1
-        if CAP == "none":
-            bounded = are_bounded(b_q, largest(low, high), m_row, scale)
-            m_finite = tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0
-            good = bounded * tl.min(tl.where(m_finite | (m_row == 0), 1, 0), 0)
-            b_middle = middle_anchor(low, high).to(tl.float32)
-            helps = are_bounded(b_q, largest(low - b_middle, high - b_middle), m_row, scale)
-            if (bounded < helps) & (turn == 1):
-                b_frame = b_middle
-                turns += 1
+    b_anchor = tl.zeros((D_PAD,), tl.float16)
+    b_longest = tl.zeros((BLOCK_N,), tl.float32)
     if CAP == "none":
+        b_wide = b_q.to(tl.float32)
+        b_squares = tl.sum(b_wide * b_wide, 1)
+        b_longest = squared_norms(b_k, m_key)
+        if are_bounded(b_squares, b_longest, m_row, scale) == 0:
+            b_anchor = middle_of(b_k, m_key, WHOLE)
+            if WHOLE:
+                b_k = b_k - b_anchor[None, :]
+                b_longest = squared_norms(b_k, m_key)
+    if WHOLE:
+        b_max, b_sum, b_acc = attend_block(
+            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK, CAP
+        )
+    else:
+        b_longest = tl.zeros((BLOCK_N,), tl.float32)
+        # |k - a| <= |a| / 2 is exact (Sterbenz's lemma)
+        b_reach = tl.where(b_anchor == 0.0, FP16_MAX, tl.abs(b_anchor) * 0.5).to(tl.float16)
+        for start in range(0, end, BLOCK_N):
+            o_n = start + tl.arange(0, BLOCK_N)
+            b_k = load_block(p_keys, o_n, end, stride_kn, D, D_PAD)
+            m_seen, m_key, b_bias = seen_keys(
+                p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
+            )
+            if CAP == "none":
+                b_k = b_k - b_anchor[None, :]
+                b_exact = tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)
+                b_longest = larger(b_longest, squared_norms(b_exact, m_key))
+            b_v = load_block(p_values, o_n, end, stride_vn, D, D_PAD)
+            b_max, b_sum, b_acc = attend_block(
+                b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK, CAP
+            )
+    b_frame = b_anchor.to(tl.float32)
+    if CAP == "none":
+        m_finite = tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0
+        good = are_bounded(b_squares, b_longest, m_row, scale) * tl.min(tl.where(m_finite | (m_row == 0), 1, 0), 0)
         if good == 0:
-            b_wide = b_q.to(tl.float32)
-            longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+            longest = tl.sqrt(tl.max(b_squares, 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
                 tl.zeros((D_PAD,), tl.float32), tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query,

@@ -15,9 +15,10 @@ PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many 
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
-# Elements of a tile of Q for which eight warps are faster than four (H100), where every program runs at once. On Hopper
-# the second four of them would read rows that a tile of 64 rows does not have.
+# Elements of a tile for which eight warps are faster than four (H100), where every program runs at once. On Hopper the
+# second four of them would read rows that a tile of 64 rows does not have.
 WIDE = 4096
+ROWS = 16  # of the smallest tile
 REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
 
 
@@ -27,16 +28,24 @@ def is_short(call: KernelCall) -> bool:
     return call.cu_k is None and 0 < call.keys <= most
 
 
-def tile_for(pad: int, rows: int, keys: int, many: bool) -> Tile:
-    """Return the tile for a padded head dimension, the rows of all heads that share a key head, and the keys.
+def tile_for(pad: int, rows: int, keys: int, pairs: int, places: int) -> tuple[Tile, bool]:
+    """Return the tile, and whether programs wait for others.
 
-    `many`: there are many programs for each multiprocessor.
+    For a padded head dimension, the rows of all heads that share a key head, the keys, the number of key heads of all
+    sequences, and the programs that run at once on one device (0: nothing may depend on the number of sequences).
     """
-    block_m = max(16, 1 << (min(rows, BLOCK if pad <= 128 else BLOCK // 2) - 1).bit_length())
+    block_m = max(ROWS, 1 << (min(rows, BLOCK if pad <= 128 else BLOCK // 2) - 1).bit_length())
+    if pairs * -(-rows // ROWS) <= places:  # many small tiles, where all of them run at once
+        block_m = ROWS
     width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
     block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
-    warps = 1 if many and max(block_m, block_n) * pad <= ONE_WARP else 4
-    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3)
+    programs = pairs * -(-rows // block_m)
+    warps = 4
+    if places and pairs * -(-rows // BLOCK) > MANY * places and max(block_m, block_n) * pad <= ONE_WARP:
+        warps = 1
+    elif programs <= places and block_m < BLOCK and max(block_m, block_n) * pad >= WIDE:
+        warps = 8
+    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3), programs > 2 * places
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -46,11 +55,10 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse = call.outputs()
     top = call.row_maxima(lse)
     pairs, rows_of_group = batch * kv_heads, call.group * rows
-    many = pairs * -(-rows_of_group // 64) > MANY * processors(call.q.device) and not call.options.batch_invariant
-    tile = tile_for(pad, rows_of_group, call.keys, many)
+    places = 0 if call.options.batch_invariant else processors(call.q.device)
+    tile, crowded = tile_for(pad, rows_of_group, call.keys, pairs, places)
     tiles = -(-rows_of_group // tile.block_m)
-    crowded = pairs * tiles > 2 * processors(call.q.device) or call.options.batch_invariant
-    warps = 8 if not crowded and tile.block_m < BLOCK and tile.block_m * pad >= WIDE else tile.warps
+    limit = at_most(REGISTERS, call.q.device) if crowded and pad <= 128 else {}
     launch(
         short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
@@ -60,7 +68,8 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
          call.unit, call.ratio),
         {"MASK": call.mask_kind, "CAUSAL": call.banded, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m,
          "BLOCK_N": tile.block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
-         "MAXIMA": call.max_logits, "STEP": step_of(call.q, call.k, call.v, out)},
-        num_warps=warps, num_stages=tile.stages, **(at_most(REGISTERS, call.q.device) if crowded else {}),
+         "MAXIMA": call.max_logits, "STEP": step_of(call.q, call.k, call.v, out),
+         "WHOLE": call.keys <= tile.block_n},
+        num_warps=tile.warps, num_stages=tile.stages, **limit,
     )  # fmt: skip
     return out, lse, top

@@ -136,7 +136,7 @@ def test_short_keys(shape, bias, kind):
 @pytest.mark.parametrize("bias", [300, -300])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
 def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
-    """The program goes through the keys twice, and no block gets an anchor of its own."""
+    """An anchor for all keys is enough, and no block gets one of its own."""
     monkeypatch.delattr(short_kernel, "attend_split")
     q, k, v = normal_qkv((2, 1), (rows, keys), 64)
     q[..., :8] += 300
@@ -148,20 +148,39 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
         pasa.attention(q, k, v, backend="triton")
 
 
-@pytest.mark.parametrize("far", [60000.0, torch.nan])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 292)])
+def test_long_keys_before_short_ones(rows, keys):
+    """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats."""
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] = 400
+    k[..., :-36, :8] = 400
+    check(q, k, v, "exact")
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 300)])
+def test_an_anchor_of_the_last_keys_that_would_round_others(rows, keys):
+    """Less the anchor, the first keys would be short enough, but rounded: by 0.16 nats of their scores."""
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] = torch.tensor([50.0, -50.0]).repeat(4)
+    k[..., :8] = 50
+    k[..., :-70, :8] = 15.9 + 0.1 * torch.rand(k[..., :-70, :8].shape, generator=torch.Generator().manual_seed(7))
+    check(q, k, v, "exact")
+
+
+@pytest.mark.parametrize("far", [25.0, 60000.0, torch.nan])
 def test_a_key_that_no_row_sees_changes_no_bit_of_few_keys(far):
-    """Norms of these keys ask for an anchor, but the columns of queries and keys do not, so it would change bits."""
+    """The keys that rows see share a bias, but are short enough to need no anchor, which would change bits."""
     g = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, n, 32, generator=g).to(DEVICE) for n in (6, 20, 20))
-    q[..., 0] *= 100
-    k[..., 1] += 300
+    q[..., 1] = 800
+    k[..., 1] = 10
     mask = torch.ones(6, 20, dtype=torch.bool, device=DEVICE)
     mask[:, 19] = False
     q, k, v = q.half(), k.half(), v.half()
     hidden = k.clone()
-    hidden[..., 19, :] = far
+    hidden[..., 19, 1] = far
     expected, found = (
-        pasa.attention(q, each, v, attn_mask=mask, scale=1.0, return_lse=True, backend="triton") for each in (k, hidden)
+        pasa.attention(q, each, v, attn_mask=mask, return_lse=True, backend="triton") for each in (k, hidden)
     )
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
