@@ -21,7 +21,6 @@ from pasa.ops.attention.triton.tile_math import (
     largest_score,
     mean_of_values,
     middle_anchor,
-    softmax_step,
 )
 
 
@@ -39,7 +38,8 @@ def seen_keys(
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return which of the keys o_n (N,) each row sees (M, N), which some row sees (N,), and what a mask adds (M, N)."""
-    m_seen = (o_n < end)[None, :] & m_row[:, None]
+    m_key = o_n < end  # a row sees all of them, unless there is a mask or a window
+    m_seen = m_key[None, :] & m_row[:, None]
     b_bias = 0.0
     if CAUSAL:
         m_seen = m_seen & (o_n[None, :] <= o_query[:, None] + diagonal)
@@ -49,14 +49,20 @@ def seen_keys(
         p_tile = p_masks[:, None] + (tl.cast(o_n, tl.int64) * stride_mask_n)[None, :]
         b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
         m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
-    return m_seen, tl.max(tl.where(m_seen, 1, 0), 0) > 0, b_bias
+    if MASK != "none" or WINDOW:
+        m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0
+    return m_seen, m_key, b_bias
 
 
 @triton.jit
 def attend_block(
-    b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK: tl.constexpr, CAP: tl.constexpr
-):
-    """Return maxima, sums and products with the values after a block; keys that no row sees do not count."""
+    b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Return maxima (M,), sums of weights by their place in a block (M, N), and products with values, after a block.
+
+    No exponent exceeds 0. Keys that no row sees do not count.
+    """
     factor = LOG2_E if MASK == "float" else scale * LOG2_E
     b_s = tl.dot(b_q, tl.trans(b_k))
     if CAP != "none":
@@ -64,13 +70,19 @@ def attend_block(
     if MASK == "float":
         b_s = b_s * scale + b_bias
     b_s = tl.where(m_seen, b_s, -INF)
-    b_p, alpha, b_max, b_sum = softmax_step(b_s, tl.zeros_like(b_max), factor, b_max, b_sum, True, False)
-    b_acc = b_acc * alpha[:, None]
+    new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    base = tl.where(new_max == -INF, 0.0, new_max)
+    alpha = tl.exp2((b_max - base) * factor)[:, None]
+    b_p = tl.exp2((b_s - base[:, None]) * factor).to(tl.float16)
+    b_sums = b_sums * alpha + b_p.to(tl.float32)
+    b_acc = b_acc * alpha
     if CAP != "none":
         b_acc = add_values(b_acc, b_p, b_v, m_seen)
     else:
-        b_acc = tl.dot(b_p, tl.where(m_key[:, None], b_v, 0.0).to(tl.float16), b_acc)
-    return b_max, b_sum, b_acc
+        if MASK != "none" or WINDOW:
+            b_v = tl.where(m_key[:, None], b_v, 0.0).to(tl.float16)
+        b_acc = tl.dot(b_p, b_v, b_acc)
+    return new_max, b_sums, b_acc
 
 
 @triton.jit
@@ -113,6 +125,44 @@ def middle_of(b_k, m_key, WHOLE: tl.constexpr):
     high = high.to(tl.float32)
     beyond = 0.0 if WHOLE else (high - low) * 0.25
     return middle_anchor(low - beyond, high + beyond)
+
+
+@triton.jit
+def shift_of(b_q, b_anchor):
+    """Return what an anchor (D,) takes from the products with the keys (M,)."""
+    return tl.sum(b_q.to(tl.float32) * b_anchor.to(tl.float32)[None, :], 1)
+
+
+@triton.jit
+def attend_blocks(
+    b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio,
+    stride_kn, stride_vn, stride_mask_n, ANCHORED: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys up to `end`, less the anchor (D,) FP16 if ANCHORED.
+
+    Returns what `attend_block` does, and the largest squared norms (BLOCK_N,), infinite if the anchor may round a key.
+    """
+    b_longest = tl.zeros((BLOCK_N,), tl.float32)
+    # |k - a| <= |a| / 2 is exact (Sterbenz's lemma)
+    b_reach = tl.where(b_anchor == 0.0, FP16_MAX, tl.abs(b_anchor) * 0.5).to(tl.float16)
+    for start in range(0, end, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        b_k = load_block(p_keys, o_n, end, stride_kn, D, D_PAD)
+        m_seen, m_key, b_bias = seen_keys(
+            p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
+        )
+        if ANCHORED:
+            b_k = b_k - b_anchor[None, :]
+            b_exact = tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)
+            b_longest = larger(b_longest, squared_norms(b_exact, m_key))
+        elif CAP == "none":
+            b_longest = larger(b_longest, squared_norms(b_k, m_key))
+        b_v = load_block(p_values, o_n, end, stride_vn, D, D_PAD)
+        b_max, b_sums, b_acc = attend_block(
+            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK, WINDOW, CAP
+        )
+    return b_max, b_sums, b_acc, b_longest
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
@@ -207,46 +257,47 @@ def short_kernel(
         p_masks, o_last, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
     )
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
-    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_anchor = tl.zeros((D_PAD,), tl.float16)
-    b_longest = tl.zeros((BLOCK_N,), tl.float32)
+    b_shift = tl.zeros((BLOCK_M,), tl.float32)
     if CAP == "none":
         b_wide = b_q.to(tl.float32)
         b_squares = tl.sum(b_wide * b_wide, 1)
-        b_longest = squared_norms(b_k, m_key)
-        if are_bounded(b_squares, b_longest, m_row, scale) == 0:
-            b_anchor = middle_of(b_k, m_key, WHOLE)
-            if WHOLE:
+        is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
+        if WHOLE:
+            if is_small == 0:
+                b_anchor = middle_of(b_k, m_key, True)
                 b_k = b_k - b_anchor[None, :]
-                b_longest = squared_norms(b_k, m_key)
+                b_shift = shift_of(b_q, b_anchor)
+                is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
     if WHOLE:
-        b_max, b_sum, b_acc = attend_block(
-            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK, CAP
+        b_max, b_sums, b_acc = attend_block(
+            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK, WINDOW, CAP
         )
+    elif CAP != "none":
+        b_max, b_sums, b_acc, b_longest = attend_blocks(
+            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
+            ratio, stride_kn, stride_vn, stride_mask_n, False, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+        )  # fmt: skip
+    elif is_small:
+        b_max, b_sums, b_acc, b_longest = attend_blocks(
+            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
+            ratio, stride_kn, stride_vn, stride_mask_n, False, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+        )  # fmt: skip
     else:
-        b_longest = tl.zeros((BLOCK_N,), tl.float32)
-        # |k - a| <= |a| / 2 is exact (Sterbenz's lemma)
-        b_reach = tl.where(b_anchor == 0.0, FP16_MAX, tl.abs(b_anchor) * 0.5).to(tl.float16)
-        for start in range(0, end, BLOCK_N):
-            o_n = start + tl.arange(0, BLOCK_N)
-            b_k = load_block(p_keys, o_n, end, stride_kn, D, D_PAD)
-            m_seen, m_key, b_bias = seen_keys(
-                p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
-            )
-            if CAP == "none":
-                b_k = b_k - b_anchor[None, :]
-                b_exact = tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)
-                b_longest = larger(b_longest, squared_norms(b_exact, m_key))
-            b_v = load_block(p_values, o_n, end, stride_vn, D, D_PAD)
-            b_max, b_sum, b_acc = attend_block(
-                b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sum, b_acc, scale, ratio, MASK, CAP
-            )
-    b_frame = b_anchor.to(tl.float32)
+        b_anchor = middle_of(b_k, m_key, False)
+        b_shift = shift_of(b_q, b_anchor)
+        b_max, b_sums, b_acc, b_longest = attend_blocks(
+            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
+            ratio, stride_kn, stride_vn, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+        )  # fmt: skip
+    b_sum = tl.sum(b_sums, 1)
     if CAP == "none":
-        m_finite = tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1) == 0
-        good = are_bounded(b_squares, b_longest, m_row, scale) * tl.min(tl.where(m_finite | (m_row == 0), 1, 0), 0)
-        if good == 0:
+        if not WHOLE:
+            is_small = are_bounded(b_squares, b_longest, m_row, scale)
+        infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
+        if (is_small == 0) | (infinite > 0):
             longest = tl.sqrt(tl.max(b_squares, 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
@@ -254,8 +305,9 @@ def short_kernel(
                 m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
                 "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
             )  # fmt: skip
+            b_shift = shift_of(b_q, b_frame)
     nats = b_max if MASK == "float" else b_max * scale
-    nats += tl.sum(b_q.to(tl.float32) * b_frame[None, :], 1) * scale
+    nats += b_shift * scale
     p_sinks = p_sink + tl.where(m_row, o_head, 0)  # rows of padding lie behind the last head
     b_out, b_lse = mean_of_values(b_acc, b_max, b_sum, nats, p_sinks, D, DROPPED, True, SINKS)
     p_rows = p_out + batch * stride_ob + o_head * stride_oh + tl.cast(o_query, tl.int64) * stride_om

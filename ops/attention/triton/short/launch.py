@@ -45,7 +45,9 @@ def tile_for(pad: int, rows: int, keys: int, pairs: int, places: int) -> tuple[T
         warps = 1
     elif programs <= places and block_m < BLOCK and max(block_m, block_n) * pad >= WIDE:
         warps = 8
-    return Tile(block_m, block_n, warps, 1 if keys <= block_n else 3), programs > 2 * places
+    crowded = programs > 2 * places
+    stages = 1 if keys <= block_n else 2 if crowded or pad > 128 else 3  # copies: in 99 KiB of shared memory (sm_89)
+    return Tile(block_m, block_n, warps, stages), crowded
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
