@@ -12,7 +12,9 @@ from torch import Tensor
 import pasa
 from pasa.ops import plans, registry
 from pasa.ops.attention.triton import backend as triton_backend
+from pasa.ops.attention.triton.short import launch as short_launch
 
+PROMPT_KEYS = short_launch.PROMPT_KEYS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of the Triton kernels: a GPU, or the interpreter
 ODD_LENGTHS = [(1, 1), (1, 63), (63, 127), (127, 129), (129, 63), (5, 300), (200, 257)]  # (Sq, Skv)
 
@@ -47,10 +49,21 @@ class Mode(NamedTuple):
 
 @contextmanager
 def portable_kernel() -> Iterator[None]:
-    """Keep Hopper's own kernel from serving calls."""
+    """Let the portable kernel serve prompts, and neither Hopper's own nor that of few keys."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "hopper_serves", lambda *_: False)
-        patch.setattr(plans, "_plans", {})  # those of the calls before may launch Hopper's kernel
+        with short_prompts(False):
+            yield
+
+
+@contextmanager
+def short_prompts(served: bool) -> Iterator[None]:
+    """Let the kernel of few keys serve prompts of up to `PROMPT_KEYS`, as on a large GPU, or none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(short_launch, "PROMPT_KEYS", PROMPT_KEYS if served else 0)
+        if served:
+            patch.setattr(short_launch, "processors", lambda _: 132)
+        patch.setattr(plans, "_plans", {})  # those of the calls before may launch another kernel
         yield
 
 

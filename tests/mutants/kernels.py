@@ -15,6 +15,7 @@ SAMPLES = "tests/ops/attention/test_samples.py::"
 SUMS = "tests/ops/attention/test_sums.py::"
 FEATURES = "tests/ops/attention/triton/test_features.py::"
 TRITON = "tests/ops/attention/triton/test_backend.py::"
+FEW_KEYS = "tests/ops/attention/triton/test_short.py::"
 FINITE = "tests/ops/attention/test_finite_masks.py::"
 PACKED = GAPS + "test_prefill_of_packed_sequences"
 
@@ -164,21 +165,21 @@ KERNELS = [
         SHORT,
         "tl.max(tl.where(m_seen, 1, 0), 0) > 0",
         "o_n < end",
-        TRITON + "test_a_key_that_no_row_sees_changes_no_bit_of_few_keys",
+        FEW_KEYS + "test_a_key_that_no_row_sees_changes_no_bit_of_few_keys",
     ),
     mutant(
         "short: scores of any size need no anchor",
         SHORT,
         "* scale <= ANCHOR_LIMIT",
         "* scale < INF",
-        TRITON + "test_short_keys",
+        FEW_KEYS + "test_short_keys",
     ),
     mutant(
         "short: a value that is not finite does not start the program again",
         SHORT,
         "(infinite > 0)",
         "(infinite > 1)",
-        TRITON + "test_bad_numbers_among_short_keys",
+        FEW_KEYS + "test_bad_numbers_among_short_keys",
     ),
     mutant(
         "short: an infinite key does not start the program again",
@@ -192,35 +193,42 @@ KERNELS = [
         SHORT,
         "b_k = b_k - b_anchor[None, :]\n                b_shift",
         "b_shift",
-        TRITON + "test_few_keys_with_a_bias_need_one_anchor",
+        FEW_KEYS + "test_few_keys_with_a_bias_need_one_anchor",
     ),
     mutant(
         "short: the anchor stays in the keys of several blocks",
         SHORT,
         "b_k = b_k - b_anchor[None, :]\n            b_exact",
         "b_exact",
-        TRITON + "test_few_keys_with_a_bias_need_one_anchor",
+        FEW_KEYS + "test_few_keys_with_a_bias_need_one_anchor",
     ),
     mutant(
         "short: an anchor of some keys rounds others",
         SHORT,
         "tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)",
         "b_k",
-        TRITON + "test_an_anchor_of_the_last_keys_that_would_round_others",
+        FEW_KEYS + "test_an_anchor_of_the_last_keys_that_would_round_others",
     ),
     mutant(
         "short: the keys of the last block alone are measured",
         SHORT,
         "b_longest = larger(b_longest, squared_norms(b_k, m_key))",
         "b_longest = squared_norms(b_k, m_key)",
-        TRITON + "test_long_keys_before_short_ones",
+        FEW_KEYS + "test_long_keys_before_short_ones",
     ),
     mutant(
         "short: the last block alone tells whether an anchor rounds",
         SHORT,
         "b_longest = larger(b_longest, squared_norms(b_exact, m_key))",
         "b_longest = squared_norms(b_exact, m_key)",
-        TRITON + "test_an_anchor_of_the_last_keys_that_would_round_others",
+        FEW_KEYS + "test_an_anchor_of_the_last_keys_that_would_round_others",
+    ),
+    mutant(
+        "short: other sequences decide on the kernel of a call that must not depend on them",
+        "ops/attention/triton/short/launch.py",
+        "0 if call.options.batch_invariant else processors",
+        "processors",
+        FEW_KEYS + "test_a_prompt_is_short_where_every_tile_runs_at_once",
     ),
     mutant(
         "short: rows of padding have sinks",
@@ -290,7 +298,7 @@ KERNELS = [
         SHORT,
         "b_shift * scale",
         "b_shift * scale * scale",
-        TRITON + "test_short_keys",
+        FEW_KEYS + "test_short_keys",
     ),
     mutant(
         "a masked first key decides on its block's anchor",

@@ -10,8 +10,9 @@ from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
 DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
+PROMPT_KEYS = 256  # of one that many rows attend to, where every tile of rows finds a free multiprocessor
 BLOCK = 64  # keys, and rows, that a program holds at a time, at most
-PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where many rows attend to them
+PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where programs of many rows wait for others
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
@@ -24,41 +25,64 @@ REGISTERS = 128  # of a thread, where programs wait for others: four run on a mu
 
 def is_short(call: KernelCall) -> bool:
     """Return whether one program goes through all keys of its rows."""
-    most = DECODE_KEYS if call.decodes else min(BLOCK, PROMPT_ELEMENTS // pad_dim(call.q.shape[-1]))
-    return call.cu_k is None and 0 < call.keys <= most
+    if call.cu_k is not None or call.keys == 0:
+        return False
+    if call.decodes:
+        return call.keys <= DECODE_KEYS
+    pad, places = pad_dim(call.q.shape[-1]), places_for(call)
+    few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
+    return few or (call.keys <= PROMPT_KEYS and programs(*rows_of(call), tallest(pad)) <= places)
 
 
-def tile_for(pad: int, rows: int, keys: int, pairs: int, places: int) -> tuple[Tile, bool]:
+def places_for(call: KernelCall) -> int:
+    """Return how many programs run at once, one on each multiprocessor; 0 if nothing may depend on other sequences."""
+    return 0 if call.options.batch_invariant else processors(call.q.device)
+
+
+def rows_of(call: KernelCall) -> tuple[int, int]:
+    """Return the number of key heads of all sequences, and the rows of all heads that share one."""
+    return call.q.shape[0] * call.k.shape[1], call.group * call.q.shape[2]
+
+
+def tallest(pad: int) -> int:
+    """Return the most rows of a tile, for a padded head dimension."""
+    return BLOCK if pad <= 128 else BLOCK // 2
+
+
+def programs(pairs: int, rows: int, block_m: int) -> int:
+    """Return the number of tiles."""
+    return pairs * -(-rows // block_m)
+
+
+def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int) -> tuple[Tile, bool]:
     """Return the tile, and whether programs wait for others.
 
-    For a padded head dimension, the rows of all heads that share a key head, the keys, the number of key heads of all
-    sequences, and the programs that run at once on one device (0: nothing may depend on the number of sequences).
+    For a padded head dimension, the keys, the results of `rows_of`, and that of `places_for`.
     """
-    block_m = max(ROWS, 1 << (min(rows, BLOCK if pad <= 128 else BLOCK // 2) - 1).bit_length())
-    if pairs * -(-rows // ROWS) <= places:  # many small tiles, where all of them run at once
-        block_m = ROWS
+    block_m = max(ROWS, 1 << (min(rows, tallest(pad)) - 1).bit_length())
+    # many small tiles, where all of them run at once
+    block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= places], default=block_m)
     width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
     block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
-    programs = pairs * -(-rows // block_m)
+    count = programs(pairs, rows, block_m)
+    crowded = count > 2 * places
     warps = 4
-    if places and pairs * -(-rows // BLOCK) > MANY * places and max(block_m, block_n) * pad <= ONE_WARP:
+    if places and programs(pairs, rows, BLOCK) > MANY * places and max(block_m, block_n) * pad <= ONE_WARP:
         warps = 1
-    elif programs <= places and block_m < BLOCK and max(block_m, block_n) * pad >= WIDE:
+    elif count <= places and block_m < BLOCK and max(block_m, block_n) * pad >= WIDE:
         warps = 8
-    crowded = programs > 2 * places
     stages = 1 if keys <= block_n else 2 if crowded or pad > 128 else 3  # copies: in 99 KiB of shared memory (sm_89)
     return Tile(block_m, block_n, warps, stages), crowded
 
 
 def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return output, log-sum-exp and row maxima, computed in one launch."""
-    (batch, _, rows, dim), kv_heads = call.q.shape, call.k.shape[1]
+    rows, dim, kv_heads = *call.q.shape[2:], call.k.shape[1]
     pad = pad_dim(dim)
     out, lse = call.outputs()
     top = call.row_maxima(lse)
-    pairs, rows_of_group = batch * kv_heads, call.group * rows
-    places = 0 if call.options.batch_invariant else processors(call.q.device)
-    tile, crowded = tile_for(pad, rows_of_group, call.keys, pairs, places)
+    pairs, rows_of_group = rows_of(call)
+    tile, crowded = tile_for(pad, call.keys, pairs, rows_of_group, places_for(call))
     tiles = -(-rows_of_group // tile.block_m)
     limit = at_most(REGISTERS, call.q.device) if crowded and pad <= 128 else {}
     launch(

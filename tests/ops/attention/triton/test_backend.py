@@ -1,91 +1,37 @@
 """The Triton kernels agree with FP64, and with the reference's emulation of the same mode.
 
-They run on a GPU where there is one, in Triton's interpreter elsewhere.
-
-Bound: `error <= 2 x error of the emulation` of the same mode, whose tiles are FP16 where the kernel's are FP32,
-plus half an ulp of the FP16 output; log-sum-exp within 1e-3 for the exact recovery.
+They run on a GPU where there is one, in Triton's interpreter elsewhere. agreement.py states the bound.
 """
-
-from contextlib import nullcontext
 
 import pytest
 import torch
-from triton.runtime.errors import InterpreterError
 
 import pasa
 from pasa import PasaConfig
-from pasa.ops.attention.call import Call
-from pasa.ops.attention.spec.masking import dense_mask
 from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
-from pasa.ops.attention.triton.short import kernel as short_kernel
-from tests.inputs import DEVICE, HOPPER, ODD_LENGTHS, biased_qkv, max_error, normal_qkv, pairwise, portable_kernel, rmse
+from tests.inputs import (
+    DEVICE,
+    HOPPER,
+    ODD_LENGTHS,
+    biased_qkv,
+    max_error,
+    normal_qkv,
+    pairwise,
+    portable_kernel,
+    rmse,
+    short_prompts,
+)
+from tests.ops.attention.triton.agreement import CONFIGS, HALF_ULP, check, on_device
 
-CONFIGS = {
-    "exact": PasaConfig(),
-    "exact-fp16": PasaConfig(accumulate="fp16"),
-    "paper": PasaConfig(recovery="paper"),
-    "paper-fp16": PasaConfig(recovery="paper", accumulate="fp16"),
-    "fp32": PasaConfig(precision="fp32"),
-}
-HALF_ULP = 2.0**-11  # of an output near 1
-LSE_BOUND = 1e-3
+ARITHMETICS = [*((name, 64) for name in CONFIGS), ("exact", 128), ("fp32", 128)]
 
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
 def kernel(request):
-    """Select the kernel: on Hopper its own and the portable one in turn, elsewhere the portable one."""
-    with portable_kernel() if request.param == "portable" else nullcontext():
+    """Select the kernel of prompts: on Hopper its own and the portable one in turn, elsewhere the portable one."""
+    with portable_kernel() if request.param == "portable" else short_prompts(False):
         yield
-
-
-def on_device(*tensors):
-    return [None if x is None else x.to(DEVICE) for x in tensors]
-
-
-def emulate(q, k, v, config, attn_mask=None, is_causal=False):
-    """Return the reference's output and log-sum-exp, with the kernel's blocks of keys.
-
-    The reference removes keys that no query sees. Its blocks then hold other keys than the kernel's, and the
-    published recovery errs otherwise. One more query, which sees every key, keeps them in.
-    """
-    if attn_mask is None or config.recovery != "paper":
-        how = {"attn_mask": attn_mask, "is_causal": is_causal}
-        return pasa.attention(q, k, v, config=config, return_lse=True, backend="reference", **how)
-    mask = dense_mask(Call(q, k, k, 1.0, is_causal=is_causal), attn_mask).expand(-1, -1, q.shape[2], k.shape[2])
-    all_seeing = torch.ones_like(mask[:, :, :1]) if mask.dtype == torch.bool else torch.zeros_like(mask[:, :, :1])
-    q, mask = torch.cat([q, q[:, :, :1]], 2), torch.cat([mask, all_seeing], 2)
-    out, lse = pasa.attention(q, k, v, attn_mask=mask, config=config, return_lse=True, backend="reference")
-    return out[:, :, :-1], lse[:, :, :-1]
-
-
-def check(q, k, v, name, **how):
-    """Check that the kernel's errors are at most twice those of its emulation."""
-    config = CONFIGS[name]
-    golden, golden_lse = pasa.golden_attention(q, k, v, **how)
-    emulated, emulated_lse = emulate(q, k, v, config, **how)
-    mask = how.pop("attn_mask", None)
-    q, k, v, mask = on_device(q, k, v, mask)
-    out, lse = pasa.attention(q, k, v, attn_mask=mask, config=config, return_lse=True, backend="triton", **how)
-    assert out.dtype == q.dtype
-    assert out.shape == q.shape
-    out, lse = out.cpu(), lse.cpu()
-    assert torch.isfinite(out).all()
-    assert max_error(out, golden) <= 2 * max_error(emulated, golden) + HALF_ULP
-    if golden.norm() > 0:
-        assert rmse(out, golden) <= 2 * rmse(emulated, golden) + 2.0**-13
-    seen = golden_lse > -torch.inf
-    assert torch.equal(lse > -torch.inf, seen)
-    if seen.any():
-        emulation = float((emulated_lse - golden_lse)[seen].abs().max())
-        # D/16 steps and two offsets, each truncated by a tensor core, of scores up to twice as large in the first
-        # block's frame.
-        rounding = (q.shape[-1] / 16 + 2) * 2.0**-23 * 2 * float(golden_lse[seen].abs().max())
-        bound = (2 * emulation if "paper" in name else 0.0) + LSE_BOUND + rounding
-        assert float((lse - golden_lse)[seen].abs().max()) <= bound
-
-
-ARITHMETICS = [*((name, 64) for name in CONFIGS), ("exact", 128), ("fp32", 128)]
 
 
 @pytest.mark.parametrize(
@@ -100,103 +46,6 @@ def test_odd_lengths_with_grouped_heads(arithmetic, causal, lengths):
     """
     name, dim = arithmetic
     check(*normal_qkv((4, 2), lengths, dim), name, is_causal=causal)
-
-
-SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the kernel takes, and one more
-    ((2, 2), (25, 25), 64), ((4, 2), (7, 1), 64), ((2, 1), (150, 33), 80), ((2, 2), (3, 16), 256),
-    ((2, 2), (40, 17), 256), ((2, 1), (5, 64), 64), ((2, 1), (5, 65), 64), ((2, 2), (70, 32), 128),
-    ((2, 2), (70, 33), 128),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("shape", "bias", "kind"), pairwise(SHORT, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
-)
-def test_short_keys(shape, bias, kind):
-    """Few keys are right, as in video models, which attend over 25 frames at every pixel and over single tokens.
-
-    Scores of the bias exceed FP16 and FP32's exact integers.
-    """
-    heads, lengths, dim = shape
-    q, k, v = normal_qkv(heads, lengths, dim, batch=2)
-    g = torch.Generator().manual_seed(5)
-    q[..., :8] += bias
-    k[..., :8] += bias
-    how = {"is_causal": kind.startswith("causal")}
-    if kind == "bool":
-        how["attn_mask"] = torch.rand(2, 1, *lengths, generator=g) < 0.6
-    if kind == "float":
-        how["attn_mask"] = torch.randn(heads[0], *lengths, generator=g)
-    if kind == "causal row":
-        how["attn_mask"] = torch.rand(2, 1, 1, lengths[1], generator=g) < 0.6
-    check(q, k, v, "exact", **how)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
-@pytest.mark.parametrize("bias", [300, -300])
-@pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
-def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
-    """An anchor for all keys is enough, and no block gets one of its own."""
-    monkeypatch.delattr(short_kernel, "attend_split")
-    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
-    q[..., :8] += 300
-    k[..., :8] += bias
-    check(q, k, v, "exact")
-    q[..., 20] *= 100  # now one anchor is not enough
-    k[..., 20] *= 100
-    with pytest.raises(InterpreterError, match="attend_split"):
-        pasa.attention(q, k, v, backend="triton")
-
-
-@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 292)])
-def test_long_keys_before_short_ones(rows, keys):
-    """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats."""
-    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
-    q[..., :8] = 400
-    k[..., :-36, :8] = 400
-    check(q, k, v, "exact")
-
-
-@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 300)])
-def test_an_anchor_of_the_last_keys_that_would_round_others(rows, keys):
-    """Less the anchor, the first keys would be short enough, but rounded: by 0.16 nats of their scores."""
-    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
-    q[..., :8] = torch.tensor([50.0, -50.0]).repeat(4)
-    k[..., :8] = 50
-    k[..., :-70, :8] = 15.9 + 0.1 * torch.rand(k[..., :-70, :8].shape, generator=torch.Generator().manual_seed(7))
-    check(q, k, v, "exact")
-
-
-@pytest.mark.parametrize("far", [25.0, 60000.0, torch.nan])
-def test_a_key_that_no_row_sees_changes_no_bit_of_few_keys(far):
-    """The keys that rows see share a bias, but are short enough to need no anchor, which would change bits."""
-    g = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, n, 32, generator=g).to(DEVICE) for n in (6, 20, 20))
-    q[..., 1] = 800
-    k[..., 1] = 10
-    mask = torch.ones(6, 20, dtype=torch.bool, device=DEVICE)
-    mask[:, 19] = False
-    q, k, v = q.half(), k.half(), v.half()
-    hidden = k.clone()
-    hidden[..., 19, 1] = far
-    expected, found = (
-        pasa.attention(q, each, v, attn_mask=mask, return_lse=True, backend="triton") for each in (k, hidden)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-@pytest.mark.parametrize("lengths", [(25, 25), (40, 1)])
-@pytest.mark.parametrize("tensor", ["q", "k", "v"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_bad_numbers_among_short_keys(lengths, tensor, causal):
-    q, k, v = normal_qkv((2, 1), lengths, 64, batch=2)
-    {"q": q, "k": k, "v": v}[tensor][1, 0, lengths[1] // 2, 3] = torch.inf
-    how = {"is_causal": causal, "return_lse": True}
-    expected, expected_lse = pasa.attention(q, k, v, backend="reference", **how)
-    out, lse = pasa.attention(*on_device(q, k, v), backend="triton", **how)
-    assert torch.equal(out.cpu().isnan(), expected.isnan())
-    assert torch.equal(lse.cpu().isnan(), expected_lse.isnan())
-    assert torch.allclose(out.cpu(), expected, atol=0.01, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["exact", "fp32"])

@@ -19,7 +19,7 @@ from pasa.ops.attention.triton.decode.launch import decode
 from pasa.ops.attention.triton.kernel_call import KernelCall
 from pasa.ops.attention.triton.prefill import kernel as prefill_kernel
 from pasa.ops.attention.triton.short.launch import short_attention
-from tests.inputs import DEVICE, max_error, normal_qkv, rmse
+from tests.inputs import DEVICE, max_error, normal_qkv, rmse, short_prompts
 from tests.pages import make_pages
 
 HALF_ULP = 2.0**-11 * 4  # of an output up to 4
@@ -31,6 +31,7 @@ FAMILIES = {
     "prefill-few-keys": ((4, 2), (129, 63), 80),
     "short": ((4, 2), (33, 40), 64),
     "short-more-rows": ((4, 1), (90, 20), 16),
+    "short-prompt": ((4, 2), (60, 200), 64),
     "short-decode": ((4, 2), (11, 300), 64),
     "short-256": ((4, 4), (3, 150), 256),
     "decode-lanes": ((4, 1), (1, 400), 64),
@@ -91,6 +92,13 @@ def check(q, k, v, config=None, lse_bound=1e-3, **how):
     assert torch.equal(lse > -torch.inf, golden_lse > -torch.inf)
     torch.testing.assert_close(lse.double(), golden_lse, atol=lse_bound, rtol=0)
     torch.testing.assert_close(top.double(), largest_scores(q, k, **how), atol=lse_bound, rtol=0)
+
+
+@pytest.fixture(autouse=True)
+def prompts(request):
+    """Let the kernel of few keys serve prompts in one family alone."""
+    with short_prompts("short-prompt" in request.node.name):
+        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,6 +22,7 @@ SHAPES = {  # heads, lengths, dim
     "decode": ((28, 4), (1, 5000), 128),
     "few rows": ((14, 2), (7, 3000), 64),
     "short keys": ((5, 5), (25, 25), 64),
+    "short prompt": ((8, 2), (100, 200), 64),
 }
 
 

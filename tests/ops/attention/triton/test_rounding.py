@@ -5,8 +5,6 @@ summation, so the output of every kernel is known to the last bit. Runs on a GPU
 interpreter elsewhere.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import triton
@@ -19,7 +17,7 @@ from pasa.ops.attention.triton.decode.launch import MERGE_ROW, blocks_of_a_split
 from pasa.ops.attention.triton.kernel_call import KernelCall, dropped_bits, output_dtype
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.numerics.dither import is_structured, round_unbiased
-from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel
+from tests.inputs import DEVICE, HOPPER, normal_qkv, portable_kernel, short_prompts
 
 DTYPES = (torch.float16, torch.bfloat16)
 UNBIASED = PasaConfig(softmax="unbiased")
@@ -30,8 +28,8 @@ SPACING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # of numbers from 
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"] if HOPPER else ["portable"])
 def kernel(request):
-    """Select the kernel: on Hopper its own and the portable one in turn, elsewhere the portable one."""
-    with portable_kernel() if request.param == "portable" else nullcontext():
+    """Select the kernel of prompts: on Hopper its own and the portable one in turn, elsewhere the portable one."""
+    with portable_kernel() if request.param == "portable" else short_prompts(False):
         yield
 
 

@@ -1,0 +1,150 @@
+"""The kernel of few keys agrees with FP64, alone and with anchors; agreement.py states the bound."""
+
+import pytest
+import torch
+from triton.runtime.errors import InterpreterError
+
+import pasa
+from pasa.ops.attention.call import Call
+from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.triton.kernel_call import KernelCall
+from pasa.ops.attention.triton.short import kernel as short_kernel
+from pasa.ops.attention.triton.short.launch import is_short, tile_for
+from tests.inputs import DEVICE, normal_qkv, pairwise, short_prompts
+from tests.ops.attention.triton.agreement import check, on_device
+
+SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the kernel takes, and one more
+    ((2, 2), (25, 25), 64), ((4, 2), (7, 1), 64), ((2, 1), (150, 33), 80), ((2, 2), (3, 16), 256),
+    ((2, 2), (40, 17), 256), ((2, 1), (5, 64), 64), ((2, 1), (5, 65), 64), ((2, 2), (70, 32), 128),
+    ((2, 2), (70, 33), 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "kind"), pairwise(SHORT, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
+)
+def test_short_keys(shape, bias, kind):
+    """Few keys are right, as in video models, which attend over 25 frames at every pixel and over single tokens."""
+    check_few_keys(shape, bias, kind)
+
+
+def check_few_keys(shape, bias, kind):
+    """Check a call under a mask of some kind. Scores of the bias exceed FP16 and FP32's exact integers."""
+    heads, lengths, dim = shape
+    q, k, v = normal_qkv(heads, lengths, dim, batch=2)
+    g = torch.Generator().manual_seed(5)
+    q[..., :8] += bias
+    k[..., :8] += bias
+    how = {"is_causal": kind.startswith("causal")}
+    if kind == "bool":
+        how["attn_mask"] = torch.rand(2, 1, *lengths, generator=g) < 0.6
+    if kind == "float":
+        how["attn_mask"] = torch.randn(heads[0], *lengths, generator=g)
+    if kind == "causal row":
+        how["attn_mask"] = torch.rand(2, 1, 1, lengths[1], generator=g) < 0.6
+    check(q, k, v, "exact", **how)
+
+
+PROMPTS = [  # heads, (Sq, Skv), D: fewer rows than keys, more, as many, several heads in a tile
+    ((2, 1), (40, 130), 64), ((4, 2), (150, 65), 80), ((2, 2), (256, 256), 128), ((1, 1), (70, 200), 256),
+    ((8, 2), (33, 250), 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "kind"), pairwise(PROMPTS, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
+)
+def test_short_prompts(shape, bias, kind):
+    """Prompts of some blocks of keys are right where every tile of rows finds a free multiprocessor."""
+    with short_prompts(True):
+        call = Call(*on_device(*normal_qkv(shape[0], shape[1], shape[2], batch=2)), 1.0)
+        assert is_short(KernelCall.of(call))
+        check_few_keys(shape, bias, kind)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
+@pytest.mark.parametrize("bias", [300, -300])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
+def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
+    """An anchor for all keys is enough, and no block gets one of its own."""
+    monkeypatch.delattr(short_kernel, "attend_split")
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] += 300
+    k[..., :8] += bias
+    check(q, k, v, "exact")
+    q[..., 20] *= 100  # now one anchor is not enough
+    k[..., 20] *= 100
+    with pytest.raises(InterpreterError, match="attend_split"):
+        pasa.attention(q, k, v, backend="triton")
+
+
+@pytest.mark.parametrize("batch", [1, 70])
+def test_a_prompt_is_short_where_every_tile_runs_at_once(batch):
+    """Whether it is depends on the other sequences, unless the call must not."""
+    q, k, v = (torch.empty(batch, 4, 100, 64, dtype=torch.float16, device=DEVICE) for _ in range(3))
+    with short_prompts(True):
+        assert is_short(KernelCall.of(Call(q, k, v, 1.0))) == (batch == 1)
+        alone = Call(q, k, v, 1.0, options=AttentionOptions(batch_invariant=True))
+        assert not is_short(KernelCall.of(alone))
+
+
+def test_small_tiles_where_all_run_at_once():
+    """Tiles are the smallest that all find a free multiprocessor; a call that must not depend on that has none."""
+    small, _ = tile_for(128, 200, 8, 256, 132)
+    middle, _ = tile_for(128, 200, 16, 256, 132)
+    large, crowded = tile_for(128, 200, 64, 256, 132)
+    assert (small.block_m, small.warps, small.stages) == (16, 8, 3)
+    assert (middle.block_m, large.block_m, crowded) == (32, 64, False)
+    alone, waits = tile_for(128, 200, 1, 256, 0)
+    assert (alone.block_m, waits) == (64, True)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 292)])
+def test_long_keys_before_short_ones(rows, keys):
+    """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats."""
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] = 400
+    k[..., :-36, :8] = 400
+    check(q, k, v, "exact")
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 300)])
+def test_an_anchor_of_the_last_keys_that_would_round_others(rows, keys):
+    """Less the anchor, the first keys would be short enough, but rounded: by 0.16 nats of their scores."""
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] = torch.tensor([50.0, -50.0]).repeat(4)
+    k[..., :8] = 50
+    k[..., :-70, :8] = 15.9 + 0.1 * torch.rand(k[..., :-70, :8].shape, generator=torch.Generator().manual_seed(7))
+    check(q, k, v, "exact")
+
+
+@pytest.mark.parametrize("far", [25.0, 60000.0, torch.nan])
+def test_a_key_that_no_row_sees_changes_no_bit_of_few_keys(far):
+    """The keys that rows see share a bias, but are short enough to need no anchor, which would change bits."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 32, generator=g).to(DEVICE) for n in (6, 20, 20))
+    q[..., 1] = 800
+    k[..., 1] = 10
+    mask = torch.ones(6, 20, dtype=torch.bool, device=DEVICE)
+    mask[:, 19] = False
+    q, k, v = q.half(), k.half(), v.half()
+    hidden = k.clone()
+    hidden[..., 19, 1] = far
+    expected, found = (
+        pasa.attention(q, each, v, attn_mask=mask, return_lse=True, backend="triton") for each in (k, hidden)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(25, 25), (40, 1)])
+@pytest.mark.parametrize("tensor", ["q", "k", "v"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_numbers_among_short_keys(lengths, tensor, causal):
+    q, k, v = normal_qkv((2, 1), lengths, 64, batch=2)
+    {"q": q, "k": k, "v": v}[tensor][1, 0, lengths[1] // 2, 3] = torch.inf
+    how = {"is_causal": causal, "return_lse": True}
+    expected, expected_lse = pasa.attention(q, k, v, backend="reference", **how)
+    out, lse = pasa.attention(*on_device(q, k, v), backend="triton", **how)
+    assert torch.equal(out.cpu().isnan(), expected.isnan())
+    assert torch.equal(lse.cpu().isnan(), expected_lse.isnan())
+    assert torch.allclose(out.cpu(), expected, atol=0.01, equal_nan=True)
