@@ -34,7 +34,7 @@ for version in $versions; do
   for part in "${parts[@]}"; do
     wait "$part" || failed=1
   done
-  interpreted=tests/ops/attention/triton/test_backend.py
+  interpreted="tests/ops/attention/triton/test_backend.py tests/ops/attention/triton/test_short.py"
   [[ $version == 3.[78] ]] && interpreted=
   "$VENV/bin/python" -m pytest -q -n "$cores" -o cache_dir="$folder/pytest" tests/ops/attention/triton/test_c_launcher.py \
     tests/ops/attention/triton/test_launcher.py tests/ops/attention/triton/test_hopper_launch.py \

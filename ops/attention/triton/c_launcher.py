@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,8 @@ _COMPILES = hasattr(triton, "knobs") and not triton.knobs.runtime.interpret
 ON_CUDA = _COMPILES and torch.version.hip is None
 KNOWN = ON_CUDA and triton_version() in TRITON_VERSIONS
 PAGE_ANCHORS = triton_version() not in NO_PAGE_ANCHORS  # whether pages are read with their anchors
+HOOKS_AT = {False: 10, True: 8}  # where metadata and hooks stand among what the C function takes, by `Ready.form`
+_RUNTIME: Any = triton.knobs.runtime if hasattr(triton, "knobs") else None
 _ARGUMENT_LAST = triton_version() != TRITON_VERSIONS[0]  # since 3.7 the kernel's arguments are one argument
 
 
@@ -80,23 +83,33 @@ class Ready:
         launch = _plain(launcher.launch) if spelled_out else launcher.launch
         return cls(launch, kernel, kernel.function, kernel.packed_metadata, launcher.launch_pdl, form)
 
+    @cached_property
+    def fixed(self) -> tuple[Any, ...]:
+        """What `launch` takes between the stream and the kernel's arguments, without hooks."""
+        start = self.function, False, self.early
+        if self.form:
+            return *start, self.packed, None, None, None, None, None, *self.form
+        return *start, None, None, self.packed, None, None, None
+
+    def bound(self, grid: Grid, stream: int, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what `launch` takes for a launch that no profiler is told of."""
+        return *grid, stream, *self.fixed, *((arguments,) if self.form else arguments)
+
     def run(self, grid: Grid, stream: int, *arguments: Any) -> None:
         """Launch the kernel, and call a profiler's hooks if there are any."""
-        runtime = triton.knobs.runtime
-        enter, leave, meta = runtime.launch_enter_hook, runtime.launch_exit_hook, None
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        taken = self.bound(grid, stream, arguments)
+        if is_hooked():
             meta = self.kernel.launch_metadata(grid, stream, *arguments)
-        else:
-            enter = leave = None
-        if self.form:
-            self.launch(
-                *grid, stream, self.function, False, self.early, self.packed, meta, enter, leave, None, None,
-                *self.form, arguments,
-            )  # fmt: skip
-        else:
-            self.launch(
-                *grid, stream, self.function, False, self.early, None, None, self.packed, meta, enter, leave, *arguments
-            )
+            hooks = meta, _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+            at = HOOKS_AT[bool(self.form)]
+            taken = *taken[:at], *hooks, *taken[at + len(hooks) :]
+        self.launch(*taken)
+
+
+def is_hooked() -> bool:
+    """Return whether a profiler is to be told of launches."""
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _plain(launch: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
-from pasa.ops.attention.triton.c_launcher import Grid, Ready
+from pasa.ops.attention.triton.c_launcher import Grid, Ready, is_hooked
 from pasa.ops.recording import Operand, Place, Recorder, Step, recorder, unrecorded
 
 DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
@@ -151,8 +151,18 @@ def _launch_by_triton(
 
 def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple[Any, ...]) -> Launch:
     """Return a function that launches a compiled kernel on tensors or addresses, on the current stream."""
-    index, run = device.index, ready.run
-    return lambda operands: run(grid, torch._C._cuda_getCurrentRawStream(index), *operands, *rest)
+    index, launch, fixed, in_one = device.index, ready.launch, ready.fixed, bool(ready.form)
+
+    def launch_on(operands: Sequence[Any]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if is_hooked():
+            ready.run(grid, stream, *operands, *rest)
+        elif in_one:
+            launch(*grid, stream, *fixed, (*operands, *rest))
+        else:
+            launch(*grid, stream, *fixed, *operands, *rest)
+
+    return launch_on
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
 from pasa.ops.attention.triton.anchor_launch import anchor_warps
-from pasa.ops.attention.triton.c_launcher import Ready, fill_map, map_kinds
+from pasa.ops.attention.triton.c_launcher import Ready, fill_map, is_hooked, map_kinds
 from pasa.ops.attention.triton.hopper.centre_kernel import TILE as CENTRE_TILE
 from pasa.ops.attention.triton.hopper.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
@@ -41,9 +41,10 @@ LOG2E = 1.4426950408889634
 # Time of a tile of two warpgroups, relative to a tile of three. At 0.667, time per row would be
 # equal. H200, D = 128, no mask.
 PAIR_TIME = 0.70
+Bound: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]  # a launch, and what it takes
 SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 PLANS = 1024  # the most geometries that are cached
-MAPS = 64  # the most sets of addresses cached for one geometry
+BOUND = 128  # the most sets of addresses for which the launches of one geometry are kept: one for each layer
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,7 @@ class Plan:
         )
         self.launchers: tuple[Ready, ...] = ()
         self.maps: list[tuple[Any, ...]] = []
-        self.filled: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self.bound: dict[tuple[float, ...], tuple[Bound, ...]] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
@@ -146,13 +147,37 @@ class Plan:
         """Launch everything, with memory for the results and of `bytes` bytes."""
         if not self.launchers:
             self._prepare(q, k, v, out, lse, buffer, scale)
-        start, pk, pv = buffer.data_ptr(), k.data_ptr(), v.data_ptr()
-        parts = [start + offset for offset, *_ in self.held]
-        maps = self._filled_maps(q.data_ptr(), pk, parts[-1], pv, out.data_ptr())
-        calls = self._calls(pk, pv, lse.data_ptr(), parts, maps, scale)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        for launcher, (programs, arguments) in zip(self.launchers, calls, strict=True):
-            launcher.run((programs, 1, 1), stream, *arguments)
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), buffer.data_ptr()
+        if is_hooked():
+            for launcher, (programs, arguments) in zip(self.launchers, self._calls_at(scale, *pointers), strict=True):
+                launcher.run((programs, 1, 1), stream, *arguments)
+            return
+        key = stream, scale, *pointers
+        for launch, taken in self.bound.get(key) or self._bind(*key):
+            launch(*taken)
+
+    def _bind(self, stream: int, scale: float, *pointers: int) -> tuple[Bound, ...]:
+        """Return the launches with all that they take; they are kept, because the allocator tends to reuse memory."""
+        if len(self.bound) >= BOUND:
+            self.bound.clear()
+        bound = tuple(
+            (launcher.launch, launcher.bound((programs, 1, 1), stream, arguments))
+            for launcher, (programs, arguments) in zip(self.launchers, self._calls_at(scale, *pointers), strict=True)
+        )
+        key = stream, scale, *pointers
+        self.bound[key] = bound
+        return bound
+
+    def _calls_at(self, scale: float, *pointers: int) -> tuple[tuple[int, tuple[Any, ...]], ...]:
+        """Return programs and arguments of each launch, for the addresses of q, k, v, the results and the buffer."""
+        q, k, v, out, lse, buffer = pointers
+        parts = [buffer + offset for offset, *_ in self.held]
+        maps = [
+            (fill_map(at, *each), *each[1], *each[2])
+            for at, each in zip((q, k, parts[-1], v, out), self.maps, strict=True)
+        ]
+        return self._calls(k, v, lse, parts, maps, scale)
 
     def _calls(self, k: Any, v: Any, lse: Any, parts: Sequence[Any], maps: Sequence[tuple[Any, ...]],
                scale: float) -> tuple[tuple[int, tuple[Any, ...]], ...]:  # fmt: skip
@@ -183,18 +208,6 @@ class Plan:
             (TensorDescriptor(x, list(shape), self.strides[name], boxes[name], SWIZZLE),)
             for (name, shape), x in zip(self.shapes.items(), tensors, strict=True)
         ]
-
-    def _filled_maps(self, *pointers: int) -> tuple[tuple[Any, ...], ...]:
-        """Return tensor maps with their sizes and strides, cached because the allocator tends to reuse memory."""
-        filled = self.filled.get(pointers)
-        if filled is None:
-            if len(self.filled) >= MAPS:
-                self.filled.clear()
-            filled = tuple(
-                (fill_map(at, *each), *each[1], *each[2]) for at, each in zip(pointers, self.maps, strict=True)
-            )
-            self.filled[pointers] = filled
-        return filled
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
                  scale: float) -> None:  # fmt: skip

@@ -70,6 +70,21 @@ class Driver:
         return self.library.last_launch().decode()
 
 
+def told(launch):
+    """Return which kernels a profiler hears of, before and after each launch."""
+    said, runtime = [], triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    notes = [
+        lambda metadata, when=when: said.append(f"{when} {metadata.get()['name']}") for when in ("before", "after")
+    ]
+    for hook, note in zip(hooks, notes, strict=True):
+        hook.add(note)
+    launch()
+    for hook, note in zip(hooks, notes, strict=True):
+        hook.remove(note)
+    return said
+
+
 @triton.jit(do_not_specialize=["n"])
 def arguments_kernel(p_x, desc, p_y, one, sixteen, n, wide, scale, BLOCK: tl.constexpr):
     """Use every kind of argument that launches pass."""
@@ -101,17 +116,15 @@ def all_kinds(driver):
     tensors, numbers, constants = (OnDevice(x), desc, y), (1, 32, 48, 2**33, 0.25), {"BLOCK": 16}
     options = launcher.FUSED | {"num_warps": 2}
     compiled = arguments_kernel.warmup(x, desc, y, *numbers, **constants, **options, grid=(5, 1, 1))
-    ours = driver.noted(
-        compiled, lambda: launcher.launch(arguments_kernel, (5, 1, 1), tensors, numbers, constants, num_warps=2)
-    )
+    direct = partial(launcher.launch, arguments_kernel, (5, 1, 1), tensors, numbers, constants, num_warps=2)
+    by_triton = partial(arguments_kernel[(5, 1, 1)], x, desc, y, *numbers, **constants, **options)
+    ours, own = driver.noted(compiled, direct), driver.noted(compiled, by_triton)
     assert launcher._ready, "the launch was not direct"
-    own = driver.noted(compiled, lambda: arguments_kernel[(5, 1, 1)](x, desc, y, *numbers, **constants, **options))
-    return "arguments_kernel", ours, own
+    return ["arguments_kernel", ours, own], ["told of arguments", told(direct), told(by_triton)]
 
 
 def hopper(driver, dim):
     """Compare each launch of the Hopper kernels for a head dimension."""
-    from pasa.ops.attention.triton.c_launcher import Ready
     from pasa.ops.attention.triton.hopper import launch
     from pasa.ops.attention.triton.launcher import FUSED
 
@@ -123,15 +136,23 @@ def hopper(driver, dim):
     parts = plan._views(buffer)
     calls = plan._calls(k, v, lse, parts, plan._descriptors(q, k, parts[-1], v, out), 0.125)
     plan._prepare(q, k, v, out, lse, buffer, 0.125)
-    ours, run = [], Ready.run
-    Ready.run = lambda self, *arguments: ours.append(driver.noted(self.kernel, lambda: run(self, *arguments)))
+    driver.library.set_sizes(None, 0)  # four kernels follow
     plan.launch(q, k, v, out, lse, buffer, 0.125)
+    (bound,) = plan.bound.values()
+    ours = [
+        driver.noted(ready.kernel, partial(run, *arguments))
+        for ready, (run, arguments) in zip(plan.launchers, bound, strict=True)
+    ]
     by_triton = [
         driver.noted(ready.kernel, partial(kernel[(programs, 1, 1)], *arguments, **FUSED, **options))
         for (kernel, options), ready, (programs, arguments) in zip(plan.kernels, plan.launchers, calls, strict=True)
     ]
+    driver.library.set_sizes(None, 0)
+    names = [kernel.__name__ for kernel, _ in plan.kernels]
+    heard = told(lambda: plan.launch(q, k, v, out, lse, buffer, 0.125))
     return [
-        [f"{kernel.__name__} {dim}", *both] for (kernel, _), *both in zip(plan.kernels, ours, by_triton, strict=True)
+        [f"told of {dim}", heard, [f"{when} {name}" for name in names for when in ("before", "after")]],
+        *([f"{name} {dim}", *both] for name, *both in zip(names, ours, by_triton, strict=True)),
     ]
 
 
@@ -143,7 +164,7 @@ def main():
         os.execv(sys.executable, [sys.executable, *sys.argv])  # the loader reads its path once
     on_hopper()
     driver = Driver()
-    print(json.dumps([all_kinds(driver), *hopper(driver, 64), *hopper(driver, 72)]))
+    print(json.dumps([*all_kinds(driver), *hopper(driver, 64), *hopper(driver, 72)]))
 
 
 if __name__ == "__main__":

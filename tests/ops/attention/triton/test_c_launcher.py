@@ -41,6 +41,14 @@ def test_the_driver_gets_what_triton_would_give(launches, kernel):
     assert ours == own
 
 
+@pytest.mark.parametrize("what", ["arguments", "64", "72"])
+def test_a_profiler_hears_of_a_launch(launches, what):
+    """Triton's hooks are called before and after each kernel."""
+    heard, expected = launches[f"told of {what}"]
+    assert heard == expected
+    assert heard[1].startswith("after ")
+
+
 def test_what_is_compared_is_all_that_a_launch_says(launches):
     """A number, an address, a tensor map and the flag of an early launch each show in what is compared."""
     text = launches["arguments_kernel"][0]
