@@ -85,7 +85,7 @@ class Ready:
 
     @cached_property
     def fixed(self) -> tuple[Any, ...]:
-        """What `launch` takes between the stream and the kernel's arguments, without hooks."""
+        """Return what `launch` takes between the stream and the kernel's arguments, without hooks."""
         start = self.function, False, self.early
         if self.form:
             return *start, self.packed, None, None, None, None, None, *self.form

@@ -10,7 +10,7 @@ from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
 DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
-PROMPT_KEYS = 256  # of one that many rows attend to, where every tile of rows finds a free multiprocessor
+PROMPT_KEYS = 256  # of one that many rows attend to, where every tile finds a free multiprocessor (not measured)
 BLOCK = 64  # keys, and rows, that a program holds at a time, at most
 PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where programs of many rows wait for others
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor

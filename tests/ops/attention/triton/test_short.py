@@ -80,7 +80,7 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 70])
 def test_a_prompt_is_short_where_every_tile_runs_at_once(batch):
-    """Whether it is depends on the other sequences, unless the call must not."""
+    """The other sequences decide on it, unless the call must not depend on them."""
     q, k, v = (torch.empty(batch, 4, 100, 64, dtype=torch.float16, device=DEVICE) for _ in range(3))
     with short_prompts(True):
         assert is_short(KernelCall.of(Call(q, k, v, 1.0))) == (batch == 1)
