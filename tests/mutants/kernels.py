@@ -228,7 +228,7 @@ KERNELS = [
         "ops/attention/triton/short/launch.py",
         "0 if call.options.batch_invariant else processors",
         "processors",
-        FEW_KEYS + "test_a_prompt_is_short_where_every_tile_runs_at_once",
+        FEW_KEYS + "test_a_prompt_is_short_where_its_tiles_run_soon",
     ),
     mutant(
         "short: rows of padding have sinks",

@@ -10,14 +10,16 @@ from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
 
 DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
-PROMPT_KEYS = 256  # of one that many rows attend to, where every tile finds a free multiprocessor (not measured)
+# Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
+# dimension is above 128. Beyond, kernels of two passes are as fast (H100).
+PROMPT_KEYS = 256
 BLOCK = 64  # keys, and rows, that a program holds at a time, at most
 PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where programs of many rows wait for others
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
 ONE_WARP, MANY = 2048, 16
-# Elements of a tile for which eight warps are faster than four (H100), where every program runs at once. On Hopper the
-# second four of them would read rows that a tile of 64 rows does not have.
+# Elements of a tile for which eight warps are faster than four (H100), where every program runs at once, and has few
+# rows or a head dimension above 128. On Hopper the second four would read rows that a tile of 64 rows does not have.
 WIDE = 4096
 ROWS = 16  # of the smallest tile
 REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
@@ -31,7 +33,8 @@ def is_short(call: KernelCall) -> bool:
         return call.keys <= DECODE_KEYS
     pad, places = pad_dim(call.q.shape[-1]), places_for(call)
     few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
-    return few or (call.keys <= PROMPT_KEYS and programs(*rows_of(call), tallest(pad)) <= places)
+    most = PROMPT_KEYS if pad <= 128 else PROMPT_KEYS // 2
+    return few or (call.keys <= most and programs(*rows_of(call), tallest(pad)) <= 2 * places)
 
 
 def places_for(call: KernelCall) -> int:
@@ -60,8 +63,9 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int) -> tuple[T
     For a padded head dimension, the keys, the results of `rows_of`, and that of `places_for`.
     """
     block_m = max(ROWS, 1 << (min(rows, tallest(pad)) - 1).bit_length())
-    # many small tiles, where all of them run at once
-    block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= places], default=block_m)
+    # many small tiles, where all of them run at once or, over few keys, soon (H100)
+    most = 2 * places if keys <= 2 * BLOCK else places
+    block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= most], default=block_m)
     width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
     block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
     count = programs(pairs, rows, block_m)
@@ -69,7 +73,7 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int) -> tuple[T
     warps = 4
     if places and programs(pairs, rows, BLOCK) > MANY * places and max(block_m, block_n) * pad <= ONE_WARP:
         warps = 1
-    elif count <= places and block_m < BLOCK and max(block_m, block_n) * pad >= WIDE:
+    elif count <= places and block_m < BLOCK and (rows <= ROWS or pad > 128) and max(block_m, block_n) * pad >= WIDE:
         warps = 8
     stages = 1 if keys <= block_n else 2 if crowded or pad > 128 else 3  # copies: in 99 KiB of shared memory (sm_89)
     return Tile(block_m, block_n, warps, stages), crowded

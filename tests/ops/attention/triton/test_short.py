@@ -46,7 +46,7 @@ def check_few_keys(shape, bias, kind):
 
 
 PROMPTS = [  # heads, (Sq, Skv), D: fewer rows than keys, more, as many, several heads in a tile
-    ((2, 1), (40, 130), 64), ((4, 2), (150, 65), 80), ((2, 2), (256, 256), 128), ((1, 1), (70, 200), 256),
+    ((2, 1), (40, 130), 64), ((4, 2), (150, 65), 80), ((2, 2), (256, 256), 128), ((1, 1), (70, 120), 256),
     ((8, 2), (33, 250), 32),
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ PROMPTS = [  # heads, (Sq, Skv), D: fewer rows than keys, more, as many, several
     ("shape", "bias", "kind"), pairwise(PROMPTS, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
 )
 def test_short_prompts(shape, bias, kind):
-    """Prompts of some blocks of keys are right where every tile of rows finds a free multiprocessor."""
+    """Prompts of some blocks of keys are right where no multiprocessor has more than two tiles to do."""
     with short_prompts(True):
         call = Call(*on_device(*normal_qkv(shape[0], shape[1], shape[2], batch=2)), 1.0)
         assert is_short(KernelCall.of(call))
@@ -79,7 +79,7 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
 
 
 @pytest.mark.parametrize("batch", [1, 70])
-def test_a_prompt_is_short_where_every_tile_runs_at_once(batch):
+def test_a_prompt_is_short_where_its_tiles_run_soon(batch):
     """The other sequences decide on it, unless the call must not depend on them."""
     q, k, v = (torch.empty(batch, 4, 100, 64, dtype=torch.float16, device=DEVICE) for _ in range(3))
     with short_prompts(True):
@@ -93,8 +93,13 @@ def test_small_tiles_where_all_run_at_once():
     small, _ = tile_for(128, 200, 8, 256, 132)
     middle, _ = tile_for(128, 200, 16, 256, 132)
     large, crowded = tile_for(128, 200, 64, 256, 132)
-    assert (small.block_m, small.warps, small.stages) == (16, 8, 3)
+    assert (small.block_m, small.warps, small.stages) == (16, 4, 3)
+    wide, _ = tile_for(256, 100, 4, 256, 132)
+    decoding, _ = tile_for(128, 200, 8, 1, 132)
+    assert (wide.warps, decoding.warps) == (8, 8)  # eight where few rows, or wide ones, leave four waiting
     assert (middle.block_m, large.block_m, crowded) == (32, 64, False)
+    over_few_keys, _ = tile_for(128, 128, 16, 256, 132)  # two a multiprocessor
+    assert (over_few_keys.block_m, over_few_keys.warps) == (16, 4)
     alone, waits = tile_for(128, 200, 1, 256, 0)
     assert (alone.block_m, waits) == (64, True)
 
