@@ -268,6 +268,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "guards": speed_report.readme_guards,
     "data": speed_report.readme_data,
     "grid": block("grid", choice_run.grid_table),
+    "grid_short": block("grid_short", choice_run.grid_table),
     "random_speed": block("random", random_report.ratio_table, random_report.progress),
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),

@@ -19,6 +19,7 @@ RESULTS = {
     "speed": ROOT / "eval/speed/results/speed.json",
     "paged": ROOT / "eval/speed/results/paged/speed.json",
     "grid": ROOT / "eval/speed/results/choice/grid.json",
+    "grid_short": ROOT / "eval/speed/results/choice/short.json",
     "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",
