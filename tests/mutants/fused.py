@@ -198,6 +198,20 @@ FUSED = [
         KEPT,
     ),
     mutant(
+        "over few keys a large value is taken for a small one",
+        GUARD,
+        "tl.where(tl.abs(b_v) <= LARGE, 0, 1)",
+        "tl.where(tl.abs(b_v) < INF, 0, 1)",
+        OF_GUARD + "test_over_few_keys_values_tell_whether_outputs_can_be_wrong[40000.0]",
+    ),
+    mutant(
+        "over few keys a log-sum-exp that is not finite is not looked at",
+        GUARD,
+        "wanted = tl.maximum(large, unclear)",
+        "wanted = large",
+        OF_GUARD + "test_over_few_keys_values_tell_whether_outputs_can_be_wrong[40000.0]",
+    ),
+    mutant(
         "values that no row sees are not looked at",
         GUARD,
         "        b_high = tl.where(m_key, b_high, -INF)\n",

@@ -38,12 +38,13 @@ NVIDIA_CASES = [
     *(
         make_case(
             finish_kernel,
-            f"finish_{mask}_d{dim}_{rows}" + "_early" * early,
+            f"finish_{mask}_d{dim}_{rows}" + "_early" * early + "_values" * values,
             {
                 "MASK": mask,
-                "SCANNED": rows > 1,
+                "SCANNED": rows > 1 and not values,
                 "EMPTY": mask == "bool",
                 "QUERIES": not early,
+                "VALUES": values,
                 "D": dim,
                 "D_PAD": dim,
                 "BLOCK_L": 16 * rows if rows > 1 else 1,
@@ -54,9 +55,10 @@ NVIDIA_CASES = [
             options={"maxnreg": 64},
             architectures=(90,) if early else ARCHITECTURES,
         )
-        for mask, dim, rows, early in (
-            *(("none", 128, 32, False), ("none", 128, 1, False), ("bool", 64, 32, False), ("float", 256, 32, False)),
-            *(("none", 128, 32, True), ("none", 128, 1, True)),
+        for mask, dim, rows, early, values in (
+            *(("none", 128, 32, False, False), ("none", 128, 1, False, False)),
+            *(("bool", 64, 32, False, False), ("float", 256, 32, False, False)),
+            *(("none", 128, 32, True, False), ("none", 128, 1, True, False), ("none", 128, 32, True, True)),
         )
     ),
 ]

@@ -306,6 +306,7 @@ def finish_kernel(
     SCANNED: tl.constexpr,
     EMPTY: tl.constexpr,  # rows of which a mask hides all keys are given, whatever the kernel made of them
     QUERIES: tl.constexpr,  # the kernel may hide an infinite query
+    VALUES: tl.constexpr,  # keys are few, so every program looks at all values of its head
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,  # rows of a program
@@ -318,9 +319,9 @@ def finish_kernel(
 
     These are the rows whose output or log-sum-exp, or with QUERIES query, is not finite, and all rows of a head with a
     key that is not finite, because a kernel may hide such numbers. Of the latter, rows that see no such key stay as
-    they are. With SCANNED, outputs are not even read where they are finite in any case: no value of the head is beyond
-    LARGE, and every log-sum-exp is finite. Memory-efficient attention hides an infinite query whose scores are all
-    -inf: output and log-sum-exp are 0. cuDNN hides none.
+    they are. With SCANNED or VALUES, outputs are not even read where they are finite in any case: no value of the head
+    is beyond LARGE, and every log-sum-exp is finite. Memory-efficient attention hides an infinite query whose scores
+    are all -inf: output and log-sum-exp are 0. cuDNN hides none.
     """
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
@@ -336,10 +337,19 @@ def finish_kernel(
     p_lse += batch * stride_lb + head * stride_lh
     p_q += batch * stride_qb + head * stride_qh
     p_empty += batch * stride_eb + head * stride_eh
+    p_values = p_v + batch * stride_vb + kv_head * stride_vh
     o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    large = tl.full((), 0, tl.int32)
+    if VALUES:
+        for start in range(0, keys, BLOCK_N):
+            o_n = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
+            p_tile = p_values + (o_n * stride_vn)[:, None] + o_d[None, :]
+            b_v = tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
+            large = tl.maximum(large, tl.max(tl.max(tl.where(tl.abs(b_v) <= LARGE, 0, 1), 1), 0))  # NaN is large
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
+    unclear = tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)
     wanted = tl.full((), 1, tl.int32)
     suspect = tl.full((), 0, tl.int32)
     b_anchor = tl.zeros((D_PAD,), tl.float32)
@@ -349,10 +359,12 @@ def finish_kernel(
         b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
         suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
         wanted = tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1), 0)
-        wanted = tl.maximum(wanted, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0))
+        wanted = tl.maximum(wanted, unclear)
         if EMPTY:
             wanted = 1
         b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
+    if VALUES:
+        wanted = tl.maximum(large, unclear)
     last = tl.where(wanted > 0, tl.minimum(first + BLOCK_L, rows), first)
     for begin in range(first, last, BLOCK_M):
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
@@ -387,7 +399,7 @@ def finish_kernel(
                     at = tl.cast(row, tl.int64)
                     b_new, lse, bad = attend_row(
                         p_q + at * stride_qm, p_k + batch * stride_kb + kv_head * stride_kh,
-                        p_v + batch * stride_vb + kv_head * stride_vh,
+                        p_values,
                         p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m,
                         row + keys - rows, keys, left, right, scale, stride_kn, stride_vn, stride_mask_n,
                         MASK, D, D_PAD, BLOCK_N,

@@ -24,6 +24,7 @@ ELEMENTS = 4096  # of a warp: reductions across its threads take as long for a q
 ROWS_TILE = 2048  # elements of the query rows that are looked at together
 REGISTERS = 64  # of a thread: eight programs of a multiprocessor read at a time; without a limit, three
 PROGRAMS = 256, 4096  # that look at log-sum-exps alone, or at outputs as well
+ROWS_A_KEY = 2  # rows of a program for each key of its head, from which on it looks at values and not at outputs
 LONGEST = 1024  # rows of a program
 REDONE = 4096  # elements of a tile of keys, where a row is attended to again
 BIAS_TILE, BIAS_KEYS = 4096, 1024  # the most elements and keys of a mask that a program writes as numbers at a time
@@ -194,8 +195,10 @@ def finish(
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])
     padded = 1 << (rows - 1).bit_length()
     block_m = min(ROWS_TILE // pad, padded)
-    busy = batch * heads * padded // PROGRAMS[anchors is None]  # rows of each of so many programs
-    block_l = max(block_m, min(LONGEST, padded, 1 << busy.bit_length()))
+    busy = [batch * heads * padded // each for each in PROGRAMS]  # rows of each of so many programs
+    few, many = (max(block_m, min(LONGEST, padded, 1 << each.bit_length())) for each in busy)
+    by_values = anchors is None and call.mask is None and not queries and ROWS_A_KEY * keys <= few
+    block_l = many if anchors is None and not by_values else few
     tiles = -(-rows // block_l)
     left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in call.window)
     right = 0 if call.is_causal else right
@@ -210,8 +213,8 @@ def finish(
              *call.mask_strides, *((0, 0, 0) if empty is None else empty.stride()),
              heads, call.group, rows, keys, tiles, left, right, call.scale),
             {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "QUERIES": queries,
-             "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_M": block_m, "BLOCK_N": REDONE // pad,
-             "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
+             "VALUES": by_values, "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_M": block_m,
+             "BLOCK_N": REDONE // pad, "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
             **launched_early(out.device), **at_most(REGISTERS, out.device),
         )  # fmt: skip
         step(tensors)

@@ -88,6 +88,48 @@ def test_rows_that_a_kernel_got_wrong_are_computed_again(lengths, dim, limits):
     torch.testing.assert_close(lse[some], golden_lse[some].float(), atol=1e-4, rtol=1e-6)
 
 
+@pytest.mark.parametrize("large", [40000.0, torch.nan, -torch.inf])
+def test_over_few_keys_values_tell_whether_outputs_can_be_wrong(large):
+    """Outputs are read where a value of their head is large or not finite, or a log-sum-exp is not finite.
+
+    Elsewhere they are convex combinations of small values. Here a NaN among them shows that they are not read.
+    """
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 2), (200, 9), 32))
+    v[0, 1, 8, 3] = large
+    call = KernelCall.of(Call(q, k, v, 0.2))
+    golden, golden_lse = (x.to(DEVICE) for x in pasa.golden_attention(*(x.cpu() for x in (q, k, v)), scale=0.2))
+    out, lse = golden.half(), golden_lse.float()
+    wrong, wrong_lse = out.clone(), lse.clone()
+    wrong[0, :, 7] = wrong[0, :, 150] = torch.nan
+    wrong_lse[0, 1, 190] = torch.inf
+    new, new_lse = guard.finish(call, None, wrong, wrong_lse, queries=False)
+    assert new[0, 0, [7, 150]].isnan().all()
+    left = [7] if new[0, 1, 7].isnan().all() else []  # in another program than the infinite log-sum-exp
+    rows = torch.tensor([row for row in range(200) if row not in left], device=DEVICE)
+    assert max_error(new[0, 1, rows], golden[0, 1, rows]) <= 4 * HALF_ULP
+    assert max_error(new[0, 2:, :, :3], golden[0, 2:, :, :3]) <= 4 * HALF_ULP
+    assert torch.equal(new[0, 2:, :, 3].isfinite(), golden[0, 2:, :, 3].isfinite())
+    torch.testing.assert_close(new_lse, lse, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [0.0, 65504.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(("keys", "dim"), [(16, 40), (77, 64), (77, 160)])
+def test_images_that_attend_to_a_text(keys, dim, bad):
+    """Many rows over few keys: a whole call is as exact as elsewhere, and NaN where its values are not finite."""
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((4, 4), (1024, keys), dim, batch=2))
+    v[0, 1, keys - 1] = bad
+    if bad == 65504.0:
+        v[0, 2] = bad  # sums of weights above 1 would round to infinity
+    k[1, 3] += 100
+    out, lse = pasa.attention(q, k, v, backend="sdpa", return_lse=True)
+    golden, golden_lse = pasa.golden_attention(*(x.cpu() for x in (q, k, v)))
+    assert torch.equal(out.cpu().isnan(), ~golden.isfinite())
+    largest = v.cpu().double().nan_to_num(0.0, 0.0, 0.0).abs().amax((2, 3), keepdim=True)
+    error = (out.cpu().double() - golden).abs().nan_to_num(0.0)
+    assert bool((error <= 4 * HALF_ULP * largest).all())
+    torch.testing.assert_close(lse.cpu(), golden_lse.float(), atol=1e-2, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_mask_that_is_not_finite_makes_the_rows_that_see_it_nan(bad):
     """A query that is not finite makes its row NaN, too, unless the row sees no key."""
