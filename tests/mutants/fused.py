@@ -31,8 +31,8 @@ FUSED = [
     mutant(
         "below a mask, a row whose log-sum-exp is -inf counts as a row without keys",
         GUARD,
-        "tl.where(m_empty, 0, tl.where(b_lse > -INF, broken, 1))",
-        "tl.where(m_empty, 0, broken)",
+        "tl.where(m_empty[:, None], 0, tl.where((b_lse > -INF)[:, None], broken, 1))",
+        "tl.where(m_empty[:, None], 0, broken)",
         OF_GUARD + "test_below_a_mask_a_row_with_keys_is_not_taken_for_one_without",
     ),
     mutant(
@@ -207,7 +207,7 @@ FUSED = [
     mutant(
         "over few keys a log-sum-exp that is not finite is not looked at",
         GUARD,
-        "wanted = tl.maximum(large, unclear)",
+        "wanted = tl.maximum(large, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1)))",
         "wanted = large",
         OF_GUARD + "test_over_few_keys_values_tell_whether_outputs_can_be_wrong[40000.0]",
     ),
@@ -221,7 +221,7 @@ FUSED = [
     mutant(
         "a row whose log-sum-exp is -inf is not looked at",
         GUARD,
-        "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)",
+        "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1))",
         "tl.max(tl.where(b_lses < INF, 0, 1), 0)",
         KEPT,
     ),
@@ -235,8 +235,8 @@ FUSED = [
     mutant(
         "a NaN log-sum-exp is kept",
         GUARD,
-        "broken = tl.where(m_lse, broken, 1)",
-        "broken = broken * 1",
+        "broken = tl.where(m_clean & m_lse[:, None], 0, 1)",
+        "broken = tl.where(m_clean, 0, 1)",
         KEPT,
     ),
     mutant(
@@ -249,8 +249,8 @@ FUSED = [
     mutant(
         "a NaN key that the kernel hid stays hidden",
         GUARD,
-        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)",
-        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 0), 0)",
+        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1))",
+        "suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 0))",
         KEPT,
     ),
     mutant(

@@ -44,6 +44,7 @@ Repeated = Callable[..., tuple[Tensor, Tensor]]
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
+MOST_HEADS = 2**16 - 1  # of a call whose guard is Triton's: a grid has place for no more
 STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
@@ -59,7 +60,7 @@ def attend(call: Call) -> Results:
 
 def _attend_planned(call: Call) -> Results:
     """Attend to dense tensors, and let a plan of the call repeat that, unless something is read back on the way."""
-    if call.q.dtype != torch.float16 or call.max_logits or _triton_guard(call.q.device) is None:
+    if call.q.dtype != torch.float16 or call.max_logits or _guard_of(call) is None:
         return _attend_dense(call)
     again = _stacked(call) if _may_stack(call) else _repeated(call)
     optional = [x for x in (call.mask, call.sinks) if x is not None]
@@ -149,7 +150,7 @@ def _attend_dense(call: Call, kept: list[Any] | None = None, *, queries: bool = 
         call = replace(call, mask=mask, is_causal=False, window=(-1, -1))
     if not capturing(call.q):
         _prepare(call.q.device)
-    guard = _triton_guard(call.q.device)
+    guard = _guard_of(call)
     if guard is None:
         out, lse = _attend_checked(call)
     else:
@@ -161,6 +162,11 @@ def _attend_dense(call: Call, kept: list[Any] | None = None, *, queries: bool = 
         share = torch.sigmoid(lse - sinks).masked_fill(joined == -torch.inf, 0.0)  # -inf less -inf is NaN
         out, lse = (out * share.unsqueeze(-1)).half(), joined
     return Results(out.to(dtype), lse, max_logits)
+
+
+def _guard_of(call: Call) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what guards the attention by Triton kernels; None for more heads than their grid has place for."""
+    return _triton_guard(call.q.device) if call.q.shape[1] <= MOST_HEADS else None
 
 
 @cache

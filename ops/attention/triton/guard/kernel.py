@@ -260,7 +260,7 @@ def attend_row(
 @triton.jit(
     do_not_specialize=[
         *("stride_lb", "stride_lh", "stride_mask_b", "stride_mask_h", "stride_mask_m"),
-        *("stride_eb", "stride_eh", "stride_em", "rows", "keys", "tiles", "left", "right"),
+        *("stride_eb", "stride_eh", "stride_em", "rows", "keys", "left", "right"),
     ]
 )
 def finish_kernel(
@@ -298,7 +298,6 @@ def finish_kernel(
     group,
     rows,
     keys,
-    tiles,
     left,  # row i sees keys i + Skv - Sq - left to i + Skv - Sq + right
     right,
     scale,
@@ -324,48 +323,43 @@ def finish_kernel(
     are all -inf: output and log-sum-exp are 0. cuDNN hides none.
     """
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
-    stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
-    stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
-    stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
-    o_pair = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BLOCK_L
-    batch = tl.cast(o_pair // heads, tl.int64)
-    head = tl.cast(o_pair % heads, tl.int64)
-    kv_head = head // group
+    batch = tl.cast(tl.program_id(0), tl.int64)
+    head = tl.cast(tl.program_id(1), tl.int64)
+    first = tl.program_id(2) * BLOCK_L
     o_d = tl.arange(0, D_PAD)
     p_out += batch * stride_ob + head * stride_oh
     p_lse += batch * stride_lb + head * stride_lh
-    p_q += batch * stride_qb + head * stride_qh
-    p_empty += batch * stride_eb + head * stride_eh
-    p_values = p_v + batch * stride_vb + kv_head * stride_vh
-    o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    if QUERIES or SCANNED:
+        p_rows = p_q + batch * stride_qb + head * stride_qh
+    if EMPTY:
+        p_empty += batch * stride_eb + head * stride_eh
     large = tl.full((), 0, tl.int32)
     if VALUES:
+        p_values = p_v + batch * stride_vb + head // group * stride_vh
         for start in range(0, keys, BLOCK_N):
             o_n = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
             p_tile = p_values + (o_n * stride_vn)[:, None] + o_d[None, :]
             b_v = tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
-            large = tl.maximum(large, tl.max(tl.max(tl.where(tl.abs(b_v) <= LARGE, 0, 1), 1), 0))  # NaN is large
+            large = tl.maximum(large, tl.max(tl.where(tl.abs(b_v) <= LARGE, 0, 1)))  # NaN is large
     if PDL:
         tl.extra.cuda.gdc_wait()
-    b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
-    unclear = tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1), 0)
-    wanted = tl.full((), 1, tl.int32)
+    last = tl.minimum(first + BLOCK_L, rows)
     suspect = tl.full((), 0, tl.int32)
     b_anchor = tl.zeros((D_PAD,), tl.float32)
-    if SCANNED:
-        p_head = p_column + (batch * (heads // group) + kv_head) * (2 * D) + o_d
-        b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
-        b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
-        suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1), 0)
-        wanted = tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1), 0)
-        wanted = tl.maximum(wanted, unclear)
+    if SCANNED or VALUES:
+        o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+        b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
+        wanted = tl.maximum(large, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1)))
+        if SCANNED:
+            p_head = p_column + (batch * (heads // group) + head // group) * (2 * D) + o_d
+            b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
+            b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
+            suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1))
+            wanted = tl.maximum(wanted, tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1)))
+            b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
         if EMPTY:
             wanted = 1
-        b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
-    if VALUES:
-        wanted = tl.maximum(large, unclear)
-    last = tl.where(wanted > 0, tl.minimum(first + BLOCK_L, rows), first)
+        last = tl.where(wanted > 0, last, first)
     for begin in range(first, last, BLOCK_M):
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
@@ -373,16 +367,15 @@ def finish_kernel(
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
         if QUERIES or SCANNED:
-            b_q = tl.load(p_q + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
+            b_q = tl.load(p_rows + (o_m * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0).to(tl.float32)
             m_clean = m_clean & is_finite(b_q)
-        broken = tl.max(tl.where(m_clean, 0, 1), 1)
-        m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf
+        m_lse = b_lse < INF  # a mask may leave a row without keys, which has -inf; NaN is not below
         if MASK == "none":
             m_lse = m_lse & ((b_lse > -INF) | (o_m + (keys - rows) + right < 0))
-        broken = tl.where(m_lse, broken, 1)  # also where it is NaN
+        broken = tl.where(m_clean & m_lse[:, None], 0, 1)
         if EMPTY:
             m_empty = tl.load(p_empty + o_m * stride_em, mask=o_m < rows, other=0) != 0
-            broken = tl.where(m_empty, 0, tl.where(b_lse > -INF, broken, 1))
+            broken = tl.where(m_empty[:, None], 0, tl.where((b_lse > -INF)[:, None], broken, 1))
             p_tile = p_out + (o_m * stride_om)[:, None] + o_d[None, :]
             tl.store(p_tile, tl.zeros((BLOCK_M, D_PAD), tl.float16), mask=m_tile & m_empty[:, None])
         if SCANNED:
@@ -391,15 +384,20 @@ def finish_kernel(
             b_lse = tl.where(m_empty, -INF, b_lse)
         if SCANNED or EMPTY:
             tl.store(p_lse + o_m * stride_lm, b_lse, mask=o_m < rows)
-        if tl.maximum(suspect, tl.max(broken, 0)) > 0:
+        if tl.maximum(suspect, tl.max(broken)) > 0:  # little code comes before, because a short call waits to load it
             tl.debug_barrier()  # other threads may have stored what the next lines replace
+            stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
+            stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
+            stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
+            kv_head = head // group
+            broken_rows = tl.max(broken, 1)
             for row in range(begin, tl.minimum(begin + BLOCK_M, rows)):
-                wrong = tl.max(tl.where(o_m == row, broken, 0), 0)
+                wrong = tl.max(tl.where(o_m == row, broken_rows, 0))
                 if tl.maximum(suspect, wrong) > 0:
                     at = tl.cast(row, tl.int64)
                     b_new, lse, bad = attend_row(
-                        p_q + at * stride_qm, p_k + batch * stride_kb + kv_head * stride_kh,
-                        p_values,
+                        p_q + batch * stride_qb + head * stride_qh + at * stride_qm,
+                        p_k + batch * stride_kb + kv_head * stride_kh, p_v + batch * stride_vb + kv_head * stride_vh,
                         p_mask + batch * stride_mask_b + head * stride_mask_h + at * stride_mask_m,
                         row + keys - rows, keys, left, right, scale, stride_kn, stride_vn, stride_mask_n,
                         MASK, D, D_PAD, BLOCK_N,

@@ -26,7 +26,8 @@ REGISTERS = 64  # of a thread: eight programs of a multiprocessor read at a time
 PROGRAMS = 256, 4096  # that look at log-sum-exps alone, or at outputs as well
 ROWS_A_KEY = 2  # rows of a program for each key of its head, from which on it looks at values and not at outputs
 LONGEST = 1024  # rows of a program
-REDONE = 4096  # elements of a tile of keys, where a row is attended to again
+ONE_WARP = 512  # elements of all rows of a program that one warp looks at, and waits for no other
+REDONE = 1024  # elements, for each warp, of a tile of keys, where a row is attended to again
 BIAS_TILE, BIAS_KEYS = 4096, 1024  # the most elements and keys of a mask that a program writes as numbers at a time
 
 
@@ -196,10 +197,11 @@ def finish(
     padded = 1 << (rows - 1).bit_length()
     block_m = min(ROWS_TILE // pad, padded)
     busy = [batch * heads * padded // each for each in PROGRAMS]  # rows of each of so many programs
-    few, many = (max(block_m, min(LONGEST, padded, 1 << each.bit_length())) for each in busy)
+    longest = max(LONGEST, padded >> 15)  # there are at most 65,535 tiles, as there are heads
+    few, many = (max(block_m, min(longest, padded, 1 << each.bit_length())) for each in busy)
     by_values = anchors is None and call.mask is None and not queries and ROWS_A_KEY * keys <= few
     block_l = many if anchors is None and not by_values else few
-    tiles = -(-rows // block_l)
+    tiles, warps = -(-rows // block_l), 1 if block_l * pad <= ONE_WARP else 4
     left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in call.window)
     right = 0 if call.is_causal else right
     tensors = (
@@ -208,14 +210,14 @@ def finish(
     )  # fmt: skip
     with on_device(out):
         step = prepared(
-            finish_kernel, (batch * heads * tiles, 1, 1), tensors,
+            finish_kernel, (batch, heads, tiles), tensors,
             (*strides_of(out), *lse.stride(), *strides_of(call.q), *strides_of(call.k), *strides_of(call.v),
              *call.mask_strides, *((0, 0, 0) if empty is None else empty.stride()),
-             heads, call.group, rows, keys, tiles, left, right, call.scale),
+             heads, call.group, rows, keys, left, right, call.scale),
             {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "QUERIES": queries,
              "VALUES": by_values, "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_M": block_m,
-             "BLOCK_N": REDONE // pad, "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
-            **launched_early(out.device), **at_most(REGISTERS, out.device),
+             "BLOCK_N": REDONE * warps // pad, "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
+            num_warps=warps, **launched_early(out.device), **at_most(REGISTERS, out.device),
         )  # fmt: skip
         step(tensors)
     if kept == [] and anchors is None and (call.mask is None or bias is not None):
