@@ -117,9 +117,12 @@ def to_json(measurements: Iterable[Measurement]) -> str:
 
 @cache
 def table() -> tuple[Measurement, ...]:
-    """Return all measurements."""
-    rows: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return tuple(Measurement(**{**row, "shape": Shape(**row["shape"]), "runs": tuple(row["runs"])}) for row in rows)
+    """Return all measurements; a ValueError names a file that holds none."""
+    try:
+        rows: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+        return tuple(Measurement(**{**row, "shape": Shape(**row["shape"]), "runs": tuple(row["runs"])}) for row in rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{FILE} holds no table of choices ({error!r}): install pasa again") from error
 
 
 def nearest(

@@ -93,6 +93,19 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def timed_kind(name: str) -> str:
+    """Return "cuda" or "npu", the kind of a device whose calls can be timed.
+
+    Raises
+    ------
+    ValueError
+        For a device of another kind, and for a GPU that is not the current one.
+    """
+    if name not in ("cuda", "cuda:0") and name.partition(":")[0] != "npu":
+        raise ValueError(f"device={name!r} has no clock: name cuda (CUDA_VISIBLE_DEVICES picks a GPU) or npu:0")
+    return name.partition(":")[0]
+
+
 def device_name(device: str) -> str:
     """Return the product's name, or that of the processor where torch does not name the device."""
     name = getattr(getattr(torch, torch.device(device).type), "get_device_name", None)

@@ -105,7 +105,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} holds no JSON ({error}): delete it, or choose another folder") from error
+        raise ValueError(f"{path} holds no JSON ({error}): delete it, or name another file or folder") from error
 
 
 def read_text(path: Path) -> str:

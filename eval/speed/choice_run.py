@@ -121,7 +121,10 @@ def run_choice(
 
     The result has ``measurements``, and in ``to_measure`` the cases of the grid that no run speaks for.
     """
-    found = measurements([output.read_json(path) for path in run])
+    found = measurements([_read_run(path) for path in run])
+    if not found:
+        both = " and ".join(BACKENDS)
+        raise ValueError(f"{', '.join(map(str, run))}: no case has times of both {both}, so no backend can be chosen")
     if write:
         output.write_text(measured.FILE, measured.to_json(found))
     devices = sorted({each.capability for each in found})
@@ -134,6 +137,13 @@ def run_choice(
         "to_measure": open_cases,
         "written": str(measured.FILE) if write else None,
     }
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    run = output.read_json(path)
+    if not isinstance(run, dict) or run.get("experiment") not in ("speed", "grid"):
+        raise ValueError(f"{path} holds no run of `pasa bench speed`: name the speed.json or grid.json of one")
+    return run
 
 
 def report(result: dict[str, Any]) -> list[Table | str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
-from pasa.eval.kit.device import describe, find_device, named_here
+from pasa.eval.kit.device import describe, find_device, named_here, timed_kind
 from pasa.eval.kit.experiment import Experiment
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.output import Report, error_line, silent
@@ -48,7 +48,7 @@ def run_speed(
     which passes if every PASA implementation that ran is accurate, and `pasa.attention` chooses no backend that is more
     than 5 % slower than another (eval/speed/choice.py).
     """
-    kind = torch.device(device).type
+    kind = timed_kind(device)
     cases, implementations = select_cases(case, data), select_implementations(implementation, kind)
     at_least(1, rounds=rounds)
     clock = NpuClock(find_device(device)) if kind == "npu" else CudaClock()

@@ -205,9 +205,16 @@ KERNELS = [
     mutant(
         "short: an anchor of some keys rounds others",
         SHORT,
-        "tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)",
+        "tl.where(tl.abs(b_k) < b_reach[None, :], b_k, INF).to(tl.float16)",
         "b_k",
         FEW_KEYS + "test_an_anchor_of_the_last_keys_that_would_round_others",
+    ),
+    mutant(
+        "short: a rounded difference of half the anchor counts as exact",
+        SHORT,
+        "tl.abs(b_k) < b_reach",
+        "tl.abs(b_k) <= b_reach",
+        FEW_KEYS + "test_an_anchor_that_rounds_a_key_to_half_of_it",
     ),
     mutant(
         "short: the keys of the last block alone are measured",

@@ -181,3 +181,11 @@ def test_a_call_that_a_graph_captures_goes_to_the_backend_that_is_faster_there(h
     hopper.setattr(registry, "capturing", lambda x: True)
     assert served(module, 1, 4096) == "sdpa"
     assert "serves calls like 1 of 1 shapes" in {line.name: line.reason for line in pasa.backends()}["sdpa"]
+
+
+@pytest.mark.parametrize("text", ["", "{", '[{"capability": "9.0"}]', '[{"shape": 1}]'])
+def test_a_damaged_table_is_named(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.json")
+    measured.FILE.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"measured\.json holds no table of choices .*: install pasa again"):
+        measured.table.__wrapped__()

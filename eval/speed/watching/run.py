@@ -14,7 +14,7 @@ from torch import Tensor
 import pasa
 from pasa.eval.kit import output
 from pasa.eval.kit.cache import cache_name
-from pasa.eval.kit.device import describe, find_device, named_here, origin
+from pasa.eval.kit.device import describe, find_device, named_here, origin, timed_kind
 from pasa.eval.kit.experiment import Experiment, gate, outcome
 from pasa.eval.kit.options import at_least
 from pasa.eval.kit.random_model import CONFIGS, build
@@ -63,7 +63,7 @@ def run_watch(
     ``records`` (milliseconds without and with; cost in percent: median, p20 and p80 of the turns' ratios).
     """
     at_least(1, turns=turns)
-    clock = NpuClock(find_device(device)) if torch.device(device).type == "npu" else CudaClock()
+    clock = NpuClock(find_device(device)) if timed_kind(device) == "npu" else CudaClock()
     counted = judge(clock.device)
     checks = {"counts_exact": all(each["exact"] for each in counted)}
     records: list[dict[str, Any]] = []

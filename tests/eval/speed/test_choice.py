@@ -165,6 +165,22 @@ def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatc
     assert str(measured.FILE) in written
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[1]", "run.json holds no run of `pasa bench speed`"),
+        ('{"experiment": "rmse", "cases": []}', "run.json holds no run of `pasa bench speed`"),
+        ('{"experiment": "speed", "cases": [], "records": [], "environment": {}}', "no case has times of both"),
+    ],
+)
+def test_the_command_writes_no_table_without_a_measurement(text, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "FILE", tmp_path / "measured.json")
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=reason):
+        choice_run.run_choice([tmp_path / "run.json"], write=True)
+    assert not measured.FILE.exists()
+
+
 def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
     """A case counts as measured if another one of its kind was, however far it is."""
     run_of_one = json.loads(STORED[-1].read_text(encoding="utf-8"))

@@ -144,8 +144,8 @@ def attend_blocks(
     Returns what `attend_block` does, and the largest squared norms (BLOCK_N,), infinite if the anchor may round a key.
     """
     b_longest = tl.zeros((BLOCK_N,), tl.float32)
-    # |k - a| <= |a| / 2 is exact (Sterbenz's lemma)
-    b_reach = tl.where(b_anchor == 0.0, FP16_MAX, tl.abs(b_anchor) * 0.5).to(tl.float16)
+    # |k - a| < |a| / 2 is exact (Sterbenz's lemma); a difference that is rounded may reach |a| / 2
+    b_reach = tl.where(b_anchor == 0.0, INF, tl.abs(b_anchor) * 0.5).to(tl.float16)
     for start in range(0, end, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         b_k = load_block(p_keys, o_n, end, stride_kn, D, D_PAD)
@@ -154,7 +154,7 @@ def attend_blocks(
         )
         if ANCHORED:
             b_k = b_k - b_anchor[None, :]
-            b_exact = tl.where(tl.abs(b_k) <= b_reach[None, :], b_k, INF).to(tl.float16)
+            b_exact = tl.where(tl.abs(b_k) < b_reach[None, :], b_k, INF).to(tl.float16)
             b_longest = larger(b_longest, squared_norms(b_exact, m_key))
         elif CAP == "none":
             b_longest = larger(b_longest, squared_norms(b_k, m_key))

@@ -123,6 +123,22 @@ def test_an_anchor_of_the_last_keys_that_would_round_others(rows, keys):
     check(q, k, v, "exact")
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 300)])
+@pytest.mark.parametrize("anchor", [1.0, 32.0, -1024.0])
+def test_an_anchor_that_rounds_a_key_to_half_of_it(rows, keys, anchor):
+    """A key just below half the anchor, a power of two, leaves a rounded difference of half the anchor.
+
+    The ten keys that it rounds score half a nat too much then.
+    """
+    q, k, v = normal_qkv((2, 1), (rows, keys), 64)
+    q[..., :8] = torch.tensor([3840.0 / anchor] * 4 + [-3840.0 / anchor] * 4)
+    q[..., 8:], k[..., 8:] = 0, 0
+    k[..., :8] = anchor
+    k[..., :20, :8] = anchor / 2
+    k[..., :10, :4] *= 1 - 2.0**-11
+    check(q, k, v, "exact")
+
+
 @pytest.mark.parametrize("far", [25.0, 60000.0, torch.nan])
 def test_a_key_that_no_row_sees_changes_no_bit_of_few_keys(far):
     """The keys that rows see share a bias, but are short enough to need no anchor, which would change bits."""
