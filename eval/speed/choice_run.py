@@ -140,8 +140,9 @@ def run_choice(
 
 
 def _read_run(path: Path) -> dict[str, Any]:
-    run = output.read_json(path)
-    if not isinstance(run, dict) or run.get("experiment") not in ("speed", "grid"):
+    run: dict[str, Any] = output.read_json(path)
+    complete = isinstance(run, dict) and {"cases", "records", "environment"} <= run.keys()
+    if not complete or run.get("experiment") not in ("speed", "grid"):
         raise ValueError(f"{path} holds no run of `pasa bench speed`: name the speed.json or grid.json of one")
     return run
 

@@ -169,7 +169,11 @@ def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatc
     ("text", "reason"),
     [
         ("[1]", "run.json holds no run of `pasa bench speed`"),
-        ('{"experiment": "rmse", "cases": []}', "run.json holds no run of `pasa bench speed`"),
+        ('{"experiment": "speed", "cases": []}', "run.json holds no run of `pasa bench speed`"),
+        (
+            '{"experiment": "rmse", "cases": [], "records": [], "environment": {}}',
+            "run.json holds no run of `pasa bench speed`",
+        ),
         ('{"experiment": "speed", "cases": [], "records": [], "environment": {}}', "no case has times of both"),
     ],
 )
