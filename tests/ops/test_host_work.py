@@ -177,7 +177,7 @@ def test_threads_record_apart(pretended_gpu):
 
 @portable
 def test_work_of_the_host_for_gradients(pretended_gpu):
-    q, k, v = normal_qkv((2, 1), (70, 150), 64)
+    q, k, v = normal_qkv((2, 1), (70, 300), 64)
     differentiate(q, k, v)
     pretended_gpu.clear()
     differentiate(q, k, v)
