@@ -63,11 +63,13 @@ def check_tensor(name: str, x: object) -> None:
     """Check that an argument is a tensor, and neither sparse nor nested."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}, not a Tensor: {_conversion(name, x)}")
+    hint = f"call pasa.attention_varlen with {name}.values() as tokens and {name}.offsets() as cu_seqlens"
     if x.layout is not torch.strided:
-        hint = "call .to_dense()"
-        if x.is_nested:
-            hint = f"call pasa.attention_varlen with {name}.values() as tokens and {name}.offsets() as cu_seqlens"
+        hint = hint if x.is_nested else "call .to_dense()"
         raise TypeError(f"{name} has the layout {x.layout}, and a dense tensor is needed: {hint}")
+    if x.is_nested:
+        jagged = f"make it {name} = torch.nested.nested_tensor({name}.unbind(), layout=torch.jagged)"
+        raise TypeError(f"{name} is a nested tensor, and a dense one is needed: {jagged}, and {hint}")
 
 
 def check_optional(name: str, x: object) -> None:

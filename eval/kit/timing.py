@@ -57,6 +57,7 @@ class DeviceClock:
         self._torch: Any = getattr(torch, device.type)
         self._graph: Any = getattr(self._torch, "NPUGraph", None) or getattr(self._torch, "CUDAGraph", None)
         self._flushed = torch.ones(FLUSH_L2 * self.l2_bytes // 4, device=self.device)
+        gc.collect()  # what is frozen is never collected, with the memory of the device that it holds
         gc.freeze()  # collections before a capture search what is new alone; a search of all takes 0.1 s
 
     def times(self, call: Call, count: int, cold: bool) -> list[float]:

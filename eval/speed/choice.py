@@ -96,7 +96,12 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
                 found[run["environment"].get("capability", ""), shape][key] = record, run["environment"]
     result = []
     for (capability, shape), records in found.items():
-        ways = [how for how in WAYS if {(how, each) for each in BACKENDS.values()} <= records.keys()]
+        ways = [
+            how
+            for how in WAYS
+            if {(how, each) for each in BACKENDS.values()} <= records.keys()
+            and _comparable(records[how, OTHER], records[how, PREFERRED])
+        ]
         ratios = {how: round(_ratio(records[how, OTHER], records[how, PREFERRED]), 3) for how in ways}
         if ratios:
             used = [
@@ -110,6 +115,11 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
                 eagerly = PREFERRED
             result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
     return result
+
+
+def _comparable(one: tuple[Record, Record], two: tuple[Record, Record]) -> bool:
+    """Return whether two records are of one run, or cuDNN was timed beside each; it does not serve every shape."""
+    return one[1] is two[1] or all(record["to_cudnn"] is not None for record, _ in (one, two))
 
 
 def _ratio(other: tuple[Record, Record], preferred: tuple[Record, Record]) -> float:

@@ -41,6 +41,7 @@ DECODING = (
     *((1, 8, 1, 1, keys, False) for keys in (1024, 16384)),
     *((2, 4, 4, 8, keys, False) for keys in (1024, 16384)),
 )
+CASE_KEYS, RECORD_KEYS = {"name", "data", "shape"}, {"case", "implementation", "how", "status"}  # of a run
 CROSS = (2048, 16), (256, 8192)  # rows and keys
 
 
@@ -142,9 +143,16 @@ def run_choice(
 def _read_run(path: Path) -> dict[str, Any]:
     run: dict[str, Any] = output.read_json(path)
     complete = isinstance(run, dict) and {"cases", "records", "environment"} <= run.keys()
+    for name, needed in (("cases", CASE_KEYS), ("records", RECORD_KEYS)):
+        complete = complete and isinstance(run[name], list) and all(needed <= _keys(each) for each in run[name])
     if not complete or run.get("experiment") not in ("speed", "grid"):
         raise ValueError(f"{path} holds no run of `pasa bench speed`: name the speed.json or grid.json of one")
     return run
+
+
+def _keys(x: object) -> set[str]:
+    """Return the keys of a dict, and none of anything else."""
+    return set(x) if isinstance(x, dict) else set()
 
 
 def report(result: dict[str, Any]) -> list[Table | str]:

@@ -19,6 +19,7 @@ CACHE, TABLE, LENGTHS = torch.zeros(6, 16, 2, 16, dtype=HALF), torch.tensor([[1,
 TWO = torch.zeros(2, 4, 16, dtype=HALF)
 NEW = torch.zeros(3, 2, 16, dtype=HALF)
 NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
+STRIDED = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)])
 SLOTS = torch.tensor([4, -1, 7])
 
 
@@ -145,6 +146,7 @@ BAD = {
     ),
     "sparse": (lambda: dense(q=Q.to_sparse()), TypeError, "q has the layout torch.sparse_coo", r"\.to_dense\(\)"),
     "nested": (lambda: dense(q=NESTED), TypeError, "q has the layout torch.jagged", r"attention_varlen.*offsets\(\)"),
+    "nested strided": (lambda: dense(q=STRIDED), TypeError, "q is a nested tensor", r"jagged.*attention_varlen"),
     # masks
     "mask as a list": (lambda: dense(attn_mask=[[True]]), TypeError, "attn_mask is a list", r"torch\.tensor"),
     "causal as a mask": (lambda: dense(attn_mask="causal"), TypeError, "attn_mask is a str", "is_causal=True"),

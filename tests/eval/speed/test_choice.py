@@ -114,6 +114,15 @@ def test_runs_are_compared_by_their_times_relative_to_cudnn():
     assert found.runs == ("H200, commit 0", "H200, commit 1")
 
 
+def test_runs_are_not_compared_where_cudnn_was_not_timed():
+    """cuDNN refuses some shapes. Then nothing says how fast the devices of two runs were."""
+    ours = stored_run({("pasa", "eager"): 3.0}, to_cudnn=None)
+    other = stored_run({(GUARDED, "eager"): 2.0}, to_cudnn=None)
+    assert measurements([ours, other]) == []
+    both = stored_run({("pasa", "eager"): 3.0, (GUARDED, "eager"): 2.0}, to_cudnn=None)
+    assert measurements([both])[0].ratios == {"eager": 1.5}
+
+
 def test_data_and_failures_do_not_count():
     biased = dataclasses.replace(CASE, data="constant")
     assert measurements([stored_run(FASTER_EVERYWHERE, biased)]) == []
@@ -173,6 +182,10 @@ def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatc
         (
             '{"experiment": "rmse", "cases": [], "records": [], "environment": {}}',
             "run.json holds no run of `pasa bench speed`",
+        ),
+        *(
+            (json.dumps({"experiment": "speed", "cases": cases, "records": records, "environment": {}}), "holds no run")
+            for cases, records in ((1, []), ([1], []), ([{"name": "a", "shape": "?"}], []), ([], [{"case": "a"}]))
         ),
         ('{"experiment": "speed", "cases": [], "records": [], "environment": {}}', "no case has times of both"),
     ],

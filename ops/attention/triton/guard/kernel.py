@@ -334,6 +334,8 @@ def finish_kernel(
     if EMPTY:
         p_empty += batch * stride_eb + head * stride_eh
     large = tl.full((), 0, tl.int32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # before V as well: the fused kernel may have started early, too
     if VALUES:
         p_values = p_v + batch * stride_vb + head // group * stride_vh
         for start in range(0, keys, BLOCK_N):
@@ -341,8 +343,6 @@ def finish_kernel(
             p_tile = p_values + (o_n * stride_vn)[:, None] + o_d[None, :]
             b_v = tl.load(p_tile, mask=(o_n < keys)[:, None] & (o_d < D)[None, :], other=0.0)
             large = tl.maximum(large, tl.max(tl.where(tl.abs(b_v) <= LARGE, 0, 1)))  # NaN is large
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     last = tl.minimum(first + BLOCK_L, rows)
     suspect = tl.full((), 0, tl.int32)
     b_anchor = tl.zeros((D_PAD,), tl.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, TypeAlias
 
 import torch
@@ -44,7 +44,9 @@ PAIR_TIME = 0.70
 Bound: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]  # a launch, and what it takes
 SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 PLANS = 1024  # the most geometries that are cached
-BOUND = 128  # the most sets of addresses for which the launches of one geometry are kept: one for each layer
+bound: dict[tuple[float, ...], tuple[Bound, ...]] = {}  # by number of the plan, stream, scale and addresses
+numbers = count()
+BOUND = 4096  # the most sets of addresses, of all geometries together, for which launches are kept: one for each layer
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
@@ -131,7 +133,7 @@ class Plan:
         )
         self.launchers: tuple[Ready, ...] = ()
         self.maps: list[tuple[Any, ...]] = []
-        self.bound: dict[tuple[float, ...], tuple[Bound, ...]] = {}
+        self.number = next(numbers)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
@@ -153,21 +155,21 @@ class Plan:
             for launcher, (programs, arguments) in zip(self.launchers, self._calls_at(scale, *pointers), strict=True):
                 launcher.run((programs, 1, 1), stream, *arguments)
             return
-        key = stream, scale, *pointers
-        for launch, taken in self.bound.get(key) or self._bind(*key):
+        key = self.number, stream, scale, *pointers
+        for launch, taken in bound.get(key) or self._bind(*key):
             launch(*taken)
 
-    def _bind(self, stream: int, scale: float, *pointers: int) -> tuple[Bound, ...]:
+    def _bind(self, number: int, stream: int, scale: float, *pointers: int) -> tuple[Bound, ...]:
         """Return the launches with all that they take; they are kept, because the allocator tends to reuse memory."""
-        if len(self.bound) >= BOUND:
-            self.bound.clear()
-        bound = tuple(
+        if len(bound) >= BOUND:
+            bound.clear()
+        launches = tuple(
             (launcher.launch, launcher.bound((programs, 1, 1), stream, arguments))
             for launcher, (programs, arguments) in zip(self.launchers, self._calls_at(scale, *pointers), strict=True)
         )
-        key = stream, scale, *pointers
-        self.bound[key] = bound
-        return bound
+        key = number, stream, scale, *pointers
+        bound[key] = launches
+        return launches
 
     def _calls_at(self, scale: float, *pointers: int) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         """Return programs and arguments of each launch, for the addresses of q, k, v, the results and the buffer."""

@@ -111,3 +111,23 @@ def test_strides_that_tma_refuses_are_copied(monkeypatch, name, place):
         assert list(x.stride()) == step
         assert x.stride(3) == 1
         assert all(each > 0 and each % 8 == 0 for each in x.stride()[:3])
+
+
+def test_launches_are_kept_for_a_bounded_number_of_addresses(monkeypatch):
+    """They were once bounded for each geometry alone: 1,024 geometries of 128 sets held a gigabyte of the host."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(launch, "bound", {})
+    monkeypatch.setattr(launch, "BOUND", 5)
+    plans = []
+    for keys in (64, 128):
+        k = torch.zeros(1, 1, keys, 64, dtype=torch.float16)
+        held = launch.Plan(k.shape, k.shape, [list(k.stride())] * 3, True, 0, torch.device("cpu"))
+        monkeypatch.setattr(held, "launchers", ())
+        monkeypatch.setattr(held, "_calls_at", lambda *_: ())
+        plans.append(held)
+    for address in range(20):
+        for held in plans:
+            held._bind(held.number, 0, 1.0, *[16 * address] * 6)
+            assert (held.number, 0, 1.0, *[16 * address] * 6) in launch.bound
+            assert len(launch.bound) <= 5
+    assert plans[0].number != plans[1].number
