@@ -20,6 +20,7 @@ from pasa.ops.attention.call import Call, Results, capturing, is_tokens_first, t
 from pasa.ops.attention.sdpa.anchors import head_anchors, pay
 from pasa.ops.attention.sdpa.fused import (
     ALIGNED,
+    MOST_BLOCKS,
     Fused,
     call_cudnn,
     cudnn_allowed,
@@ -44,7 +45,6 @@ Repeated = Callable[..., tuple[Tensor, Tensor]]
 HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fused kernel cannot round up to infinity
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
-MOST_HEADS = 2**16 - 1  # of a call whose guard is Triton's: a grid has place for no more
 STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
@@ -166,7 +166,7 @@ def _attend_dense(call: Call, kept: list[Any] | None = None, *, queries: bool = 
 
 def _guard_of(call: Call) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return what guards the attention by Triton kernels; None for more heads than their grid has place for."""
-    return _triton_guard(call.q.device) if call.q.shape[1] <= MOST_HEADS else None
+    return _triton_guard(call.q.device) if call.q.shape[1] <= MOST_BLOCKS else None
 
 
 @cache

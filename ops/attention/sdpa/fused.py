@@ -23,6 +23,7 @@ from pasa.ops.recording import unrecorded
 Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool, float], tuple[Tensor, Tensor]]
 ALIGNED = 8  # elements: CUDA's kernels want rows of q, k, v and bias that start at multiples of 16 bytes
 CUDNN = torch._scaled_dot_product_cudnn_attention  # the same operator in torch.ops takes the host longer
+MOST_BLOCKS = 2**16 - 1  # along the second and the third axis of a CUDA grid
 FP32_ROWS = 2**26  # scores of one call that forms all of them in FP32: 256 MiB
 
 
@@ -119,7 +120,8 @@ def _cuda(
         return out[..., :dim], lse
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    if torch.backends.cuda.can_use_efficient_attention(_params(q, k, v, bias, causal, False)):
+    fits = q.shape[1] <= MOST_BLOCKS  # else its launch fails
+    if fits and torch.backends.cuda.can_use_efficient_attention(_params(q, k, v, bias, causal, False)):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
@@ -129,7 +131,12 @@ def _cuda(
 
 
 def cudnn_serves(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> bool:
-    """Return whether cuDNN can serve tensors with aligned rows, and torch's settings allow it."""
+    """Return whether cuDNN can serve tensors with aligned rows, and torch's settings allow it.
+
+    Single rows of more entries or heads than a CUDA grid has place for are left out, because its kernel for them fails.
+    """
+    if q.shape[2] == 1 and max(q.shape[:2]) > MOST_BLOCKS:
+        return False
     params = _params(q, k, v, bias, causal, q.shape[1] != k.shape[1])
     return q.is_cuda and torch.backends.cuda.can_use_cudnn_attention(params)
 
