@@ -34,7 +34,8 @@ BESIDE = tuple(name for name in ATTENTIONS if name not in (PASA, SDPA))
 Config = Annotated[str, "Configuration: qwen2-7b (on an accelerator), or tiny."]
 Layers = Annotated[int | None, "Layers, instead of all."]
 Bias = Annotated[int, "Number added to q and k, so that its square is added to every score; 362 is beyond FP16."]
-Beside = Annotated[Sequence[str], f"Attentions besides pasa and sdpa: {', '.join(BESIDE)}."]
+NONE = "none"
+Beside = Annotated[Sequence[str], f"Attentions besides pasa and sdpa: {', '.join(BESIDE)}; or {NONE}."]
 
 
 def run_model(
@@ -155,8 +156,9 @@ def select_cases(tokens: Sequence[int], batches: Sequence[str], ways: Sequence[s
 
 def select_attentions(beside: Sequence[str]) -> list[str]:
     """Return the names of all attentions to time."""
-    _check_names("beside", beside, BESIDE)
-    return [PASA, SDPA, *beside]
+    others = [] if list(beside) == [NONE] else list(beside)
+    _check_names("beside", others, BESIDE)
+    return [PASA, SDPA, *others]
 
 
 def _check_names(option: str, names: Sequence[str], known: Any) -> None:

@@ -90,6 +90,11 @@ def test_patched_attention_is_what_is_timed(model: Any) -> None:
     assert used == {PASA: {"pasa::attention"}, SDPA: set()}
 
 
+def test_no_other_attention_can_be_asked_for() -> None:
+    assert run.select_attentions(["none"]) == run.select_attentions([]) == [PASA, SDPA]
+    assert run.select_attentions(["sdpa-flash"]) == [PASA, SDPA, "sdpa-flash"]
+
+
 def test_marks_are_those_of_the_steps(model: Any) -> None:
     steps: list[int] = []
     marks = Marks(CPU, steps.append)
