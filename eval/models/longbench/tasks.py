@@ -10,14 +10,17 @@ import difflib
 import logging
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 Score = Callable[[str, str, Sequence[str]], float]  # (answer, reference, classes of the item) -> 0 to 1
 CATEGORIES = ("Single-doc QA", "Multi-doc QA", "Summarization", "Few-shot", "Synthetic", "Code")
 SUFFIX = "_e"  # ends the names of LongBench-E's data sets
+RECURSIONS = 1000  # Python's default, and that of the published scorer
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NUMBER = re.compile(r"\d+")
@@ -77,11 +80,20 @@ def rouge(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """
     from rouge import Rouge
 
-    with ThreadPoolExecutor(1) as pool:  # the stack that is left for the recursion must not depend on the caller
+    # A thread and a limit of its own, because the stack that is left for the recursion must not depend on the caller.
+    limit = sys.getrecursionlimit()
+
+    def score() -> Any:
+        sys.setrecursionlimit(RECURSIONS)
+        return Rouge(metrics=["rouge-l"]).get_scores([answer], [reference], avg=True)
+
+    with ThreadPoolExecutor(1) as pool:
         try:
-            scores = pool.submit(Rouge(metrics=["rouge-l"]).get_scores, [answer], [reference], avg=True).result()
+            scores = pool.submit(score).result()
         except (ValueError, RecursionError):
             return 0.0
+        finally:
+            sys.setrecursionlimit(limit)
     return float(scores["rouge-l"]["f"])
 
 

@@ -283,7 +283,8 @@ def test_weights_that_are_infinite_in_fp16(model):
 def test_a_model_that_overflows_bf16(model):
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(3e38)
-    refused(OverflowError, r"model\.layers\.0\.mlp\.down_proj computes inf", model, SAMPLE)
+    # Some processors (AMX) add the products in an order in which inf meets -inf.
+    refused(OverflowError, r"model\.layers\.0\.mlp\.down_proj computes (inf|nan)", model, SAMPLE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"config": pasa.PasaConfig(accumulate="fp16")}])

@@ -1,6 +1,7 @@
 """The table of data sets, as published, and scores: against those of the published scorer (parity.json)."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,10 @@ def test_parity_with_the_published_scorer(name):
 
 
 def test_rouge_of_two_long_sentences_is_zero():
-    """The package recurses: 700 equal words without a full stop are fine, 1,100 are not, however deep the caller is."""
+    """The package recurses: 700 equal words without a full stop are fine, 1,100 are not, however deep the caller is.
+
+    Story: a program that had raised its limit of recursions got 1 for the 1,100.
+    """
 
     def deep(levels, action):
         return action() if levels == 0 else deep(levels - 1, action)
@@ -74,6 +78,13 @@ def test_rouge_of_two_long_sentences_is_zero():
     words = [" ".join(f"w{i}" for i in range(size)) for size in (700, 1100)]
     assert deep(400, lambda: tasks.rouge(words[0], words[0])) == pytest.approx(1, abs=1e-6)
     assert tasks.rouge(words[1], words[1]) == 0.0
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(limit + 3000)
+        assert tasks.rouge(words[1], words[1]) == 0.0
+        assert sys.getrecursionlimit() == limit + 3000
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_the_best_reference_counts_and_none_is_zero():
