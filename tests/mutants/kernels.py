@@ -382,13 +382,6 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
         CORNERS + "test_one_of_the_pages_that_a_frame_is_taken_from",
     ): "pages far from the frame are done again in FP64: a worse frame costs time, no digit",
     mutant(
-        "decoding: a NaN among squares is lost by their maximum",
-        "ops/attention/triton/decode/kernel.py",
-        "<= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)",
-        "<= ANCHOR_LIMIT)",
-        CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
-    ): "the interpreter's maximum keeps a NaN, a GPU's drops it: the test notices it there",
-    mutant(
         "the grid of an anchor is as fine as the next smaller binade's",
         TILE_MATH,
         "exponent = tl.maximum(exponent - 10, -24)",

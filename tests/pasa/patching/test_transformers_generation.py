@@ -70,10 +70,12 @@ def check_same(expected, ours):
 
 
 def along_beams(generated):
-    """Return the logits of each step, for each sequence from the beam that it was in; beams near a tie change places."""
+    """Return the logits of each step in the beams that became the sequences; beams near a tie change places."""
     if generated.get("beam_indices") is None:
         return generated.logits
-    return [logits[beams[beams >= 0]] for logits, beams in zip(generated.logits, generated.beam_indices.T, strict=False)]
+    return [
+        logits[beams[beams >= 0]] for logits, beams in zip(generated.logits, generated.beam_indices.T, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)

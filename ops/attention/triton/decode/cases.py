@@ -3,6 +3,7 @@
 from pasa.ops.attention.triton.cases import make_case, on_arch, sizes_of
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
+from pasa.ops.attention.triton.decode.launch import decode_tiles
 
 NOT_FOR_ASCEND = {
     "decode_kernel": "branches on its data round a GEMM: attention_kernel serves decoding",
@@ -13,14 +14,21 @@ NVIDIA_CASES = [
     *(
         make_case(
             decode_kernel,
-            f"decode_{rows}" + "_exact" * exact,
-            {"MASK": "none", "CAUSAL": True, "EXACT": exact, "PDL": False} | sizes_of(128, rows, 32 if exact else 64),
-            options={"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if exact else 3},
-            architectures=[90],
-            stack=4100,
+            f"decode_{arch}_{rows}x{dim}_{mask}" + "_exact" * exact,
+            {"MASK": mask, "CAUSAL": mask == "none", "EXACT": exact, "PDL": arch == 90}
+            | sizes_of(dim, rows, tile.block_n),
+            **on_arch(arch, tile.warps, tile.stages, stack=4100),
         )
-        for rows in (16, 64, 128)
-        for exact in (False, True)
+        for arch, rows, dim, mask in (
+            (89, 32, 128, "none"),
+            (89, 32, 256, "none"),
+            (89, 128, 256, "none"),
+            (90, 16, 128, "bool"),
+            (90, 32, 128, "none"),
+            (90, 64, 256, "none"),
+            (90, 128, 128, "none"),
+        )
+        for exact, tile in zip((False, True), decode_tiles(f"sm_{arch}", dim, rows), strict=True)
     ),
     *(
         make_case(

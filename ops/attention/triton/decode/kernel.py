@@ -12,9 +12,8 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
 from pasa.ops.attention.triton.rounding_kernel import round_rows
-from pasa.ops.attention.triton.split_kernel import attend_split
+from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
 from pasa.ops.attention.triton.tile_math import (
-    ANCHOR_LIMIT,
     FP16_MAX,
     INF,
     LOG2_E,
@@ -145,10 +144,10 @@ def decode_kernel(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
-    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    b_far = tl.zeros((FAR_ROWS, BLOCK_N), tl.float32)
     if EXACT:
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, end,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
             "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
@@ -161,21 +160,19 @@ def decode_kernel(
             b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
             b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_mask, keys, stride_mask_n, MASK), longest)
         if MASK == "none":
-            b_max, b_sum, b_acc, b_first, b_square = attend_split(
-                b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
+            b_max, b_sum, b_acc, b_first, b_far = attend_split(
+                b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, begin, whole,
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
                 SHIFT, False, MASK, False, D, D_PAD, BLOCK_N, 0, False, CAP,
             )  # fmt: skip
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_masks, o_query, m_row, whole, end,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
             SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
-        # a sum, unlike a maximum, does not lose a NaN
-        good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
-        mark = tl.where(good, 1, -1)
-        if CAP != "none":
-            mark = 1
+        mark = 1
+        if CAP == "none":
+            mark = tl.where(is_near(b_far, b_acc, longest, D), 1, -1)
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 mark, D, D_PAD, BLOCK_M)  # fmt: skip
     if PDL and not EXACT:

@@ -20,13 +20,17 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
 from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
-from pasa.ops.attention.triton.split_kernel import attend_split
+from pasa.ops.attention.triton.split_kernel import (
+    FAR_ROWS,
+    FP32_MAX,
+    attend_split,
+    column_units,
+    highest_square,
+    unit_of_squares,
+)
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, in_steps
 
 OTHERS = tl.constexpr(64)  # lanes whose bounds are read at once
-FP32_MAX = tl.constexpr(3.4028234e38)
-# The square of a product from here on overflows in FP16, also after two roundings.
-OVERFLOWS = tl.constexpr(256.25)
 # Nats below the maximum: 2^17 keys there have weights of 2^-17 together, 2^-6 of the rounding of one weight to FP16.
 NEGLIGIBLE = tl.constexpr(24.0)
 SUM_ERROR = tl.constexpr(2.0**-19)  # of |q| |k|: of an FP32 sum of up to 128 products (README.md, "Decoding")
@@ -76,26 +80,17 @@ def attend_lanes(
     o_v = o_row[:, :, None] * stride_vn + o_d[None, None, :]
     b_queries = tl.broadcast_to(b_q[None, :, :], (LANES, BLOCK_M, D_PAD))
     factor = scale * LOG2_E
-    # Squares are in units of the longest key within the bound. FP16 holds 256^2 of them; a longer key has a score that
-    # may err by more than 1 nat. In a column with an anchor, the unit is so short that squares overflow from |a| / 2
-    # on. Below it k is between a / 2 and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k. Weights
-    # undo the shorter unit. They are rounded up, which adds less than 2^-7 for each column.
-    unit = tl.minimum(tl.maximum(longest / ANCHOR_LIMIT, 2.0**-8), 2.0**15).to(tl.float16)
+    unit = unit_of_squares(longest)
     if ANCHORED:
         b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)
-        b_half = tl.abs(b_anchor.to(tl.float32)) * 0.5
-        b_unit = tl.where(b_half == 0.0, unit, tl.maximum(unit.to(tl.float32), OVERFLOWS / b_half)).to(tl.float16)
-        b_weight = unit.to(tl.float32) / b_unit.to(tl.float32)
-        b_weight = (b_weight * b_weight + 2.0**-24).to(tl.float16)
+        b_unit, b_weight = column_units(b_anchor, unit)
         b_weights = tl.broadcast_to(b_weight[None, None, :], (LANES, BLOCK_M, D_PAD))
         b_anchor = b_anchor[None, :, None]
         b_unit = b_unit[None, :, None]
     else:
         b_unit = unit
         b_weights = tl.full((LANES, BLOCK_M, D_PAD), 1.0, tl.float16)
-    # FP16 rounds four times by 2^-11, and by 2^-25 near 0; every comparison with NaN is false
-    highest = ANCHOR_LIMIT / tl.maximum(longest, 1e-30) * unit.to(tl.float32)
-    highest = tl.minimum(0.99 * highest * highest - D * 2.0**-25, FP32_MAX)
+    highest = highest_square(longest, unit, D)  # every comparison with NaN is false
     extreme = unit.to(tl.float32) / (SUM_ERROR * tl.maximum(longest, 1e-30))
     extreme = tl.minimum(extreme * extreme, FP32_MAX)
     for start in range(begin, end, step):
@@ -286,11 +281,11 @@ def attend_lane_exactly(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
-    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    b_far = tl.zeros((FAR_ROWS, BLOCK_N), tl.float32)
     first = tl.where(o_split < parts, (o_split * LANES + o_lane) * BLOCK_N, keys)
     for start in range(first, keys, parts * LANES * BLOCK_N):
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_q, o_query, m_row,
             start, tl.minimum(start + BLOCK_N, keys), keys - rows, 0, scale, scale, longest, stride_kn, stride_vn, 0,
             p_table, stride_kp, stride_vp,
             "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, False, "none",

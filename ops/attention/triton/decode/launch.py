@@ -185,12 +185,13 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     height = max(16, 1 << (rows - 1).bit_length())
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
-    if architecture == "sm_90":  # 112 KiB of shared memory
-        warps = warps_for(architecture, height, 8)
-        return Tile(height, 64 if pad <= 128 else 32, warps, 3), Tile(height, 32, warps, 2)
-    # 64 rows of Q and 3 stages take 100 KiB of shared memory, but sm_89 has 99
-    stages = 2 if architecture == "sm_89" and height > 32 and pad > 128 else 3
-    return Tile(height, 32, 4, stages), Tile(height, 32, 4, 2)
+    warps = warps_for("sm_90", height, 8)
+    block_n, stages = 64 if architecture == "sm_90" and pad <= 128 else 32, 3
+    if architecture == "sm_90" and height == 64:
+        stages = 2  # two programs run on a multiprocessor; with three stages, the shared memory holds one
+    if architecture == "sm_89" and pad > 128 and height > 16:  # which has 99 KiB of shared memory
+        block_n, stages = 16 if height > 64 else 32, 2
+    return Tile(height, block_n, warps, stages), Tile(height, min(block_n, 32), warps, 2)
 
 
 def split_limit(call: KernelCall) -> int:

@@ -10,8 +10,8 @@ import triton.language as tl
 from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
 from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, parts_of, seen_samples
-from pasa.ops.attention.triton.split_kernel import attend_split
-from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
+from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
+from pasa.ops.attention.triton.tile_math import INF
 
 
 @triton.jit
@@ -113,10 +113,10 @@ def decode_paged_kernel(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     b_first = tl.zeros((D_PAD,), tl.float32)
-    b_square = tl.zeros((BLOCK_N,), tl.float32)
+    b_far = tl.zeros((FAR_ROWS, BLOCK_N), tl.float32)
     if EXACT:
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, end,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_q, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
             "block", True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
@@ -130,21 +130,19 @@ def decode_paged_kernel(
             keys = tl.load(p_tile + (3 * o_tile + 1 if TILED else o_tile))
             b_sample = load_sample(p_keys, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
             b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_q, keys, 0, "none"), longest)
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, begin, whole,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_q, o_query, m_row, begin, whole,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
             SHIFT, False, "none", False, D, D_PAD, BLOCK_N, PAGE, False, CAP,
         )  # fmt: skip
-        b_max, b_sum, b_acc, b_first, b_square = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_square, p_keys, p_values, p_q, o_query, m_row, whole, end,
+        b_max, b_sum, b_acc, b_first, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_q, o_query, m_row, whole, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,
             SHIFT, True, "none", CAUSAL, D, D_PAD, BLOCK_N, PAGE, WINDOW, CAP,
         )  # fmt: skip
-        # a sum, unlike a maximum, does not lose a NaN
-        good = (tl.sqrt(tl.max(b_square, 0)) * longest <= ANCHOR_LIMIT) & (tl.sum(b_square, 0) < INF)
-        mark = tl.where(good, 1, -1)
-        if CAP != "none":
-            mark = 1
+        mark = 1
+        if CAP == "none":
+            mark = tl.where(is_near(b_far, b_acc, longest, D), 1, -1)
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 mark, D, D_PAD, BLOCK_M)  # fmt: skip
     if PDL and not EXACT:

@@ -9,7 +9,7 @@ a number is not finite, the program starts again, and each block gets an anchor.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.split_kernel import attend_split
+from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
     FP16_MAX,
@@ -301,9 +301,9 @@ def short_kernel(
             longest = tl.sqrt(tl.max(b_squares, 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
-                tl.zeros((D_PAD,), tl.float32), tl.zeros((BLOCK_N,), tl.float32), p_keys, p_values, p_masks, o_query,
-                m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-                "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+                tl.zeros((D_PAD,), tl.float32), tl.zeros((FAR_ROWS, BLOCK_N), tl.float32), p_keys, p_values, p_masks,
+                o_query, m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n,
+                p_k, 0, 0, "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
             )  # fmt: skip
             b_shift = shift_of(b_q, b_frame)
     nats = b_max if MASK == "float" else b_max * scale

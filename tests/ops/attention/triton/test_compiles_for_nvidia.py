@@ -108,7 +108,7 @@ def test_compiles(case, architecture, pytestconfig):
 
 
 @pytest.mark.parametrize(
-    ("plain", "paged"), [("lanes_90_d128", "lanes_90_d128_of_16"), ("decode_128", "paged_90_128x128_of_16")]
+    ("plain", "paged"), [("lanes_90_d128", "lanes_90_d128_of_16"), ("decode_90_128x128_none", "paged_90_128x128_of_16")]
 )
 def test_keys_in_pages_are_loaded_as_far_ahead(plain, paged, pytestconfig):
     """Keys and values in pages are loaded as far ahead as others, which shows in the shared memory that they take.

@@ -252,6 +252,33 @@ def test_a_long_key_beside_ordinary_ones(other, passes):
     assert passes.redone == 1
 
 
+def test_a_long_key_in_tiles(passes):
+    """A split is marked by any of its blocks: products of this key cancel in FP32 only if they are anchored."""
+    q, k, v = normal((80, 4), (1, 1100), 128)
+    q[...] = 40 * q.sign()
+    k[:, :, 100] = 200 * q[:, ::20, 0].sign() * (torch.arange(128) % 2 * 2 - 1)
+    check(q, k, v, {})
+    assert passes.splits < 4 * 1100 // 64, "a split has several blocks"
+    assert passes.redone == 4
+
+
+@pytest.mark.parametrize("heads", [(16, 4), (80, 4)])
+@pytest.mark.parametrize("garbage", [60000.0, torch.inf, torch.nan])
+def test_garbage_that_a_mask_hides_marks_no_split(heads, garbage, passes):
+    """Keys and values of a cache that no row sees may be anything, in any block, and cost no second pass."""
+    q, k, v = (x.half() for x in normal(heads, (1, 1200), 64))
+    seen = torch.rand(1200, generator=torch.Generator().manual_seed(1)) < 0.7
+    seen[128:192] = False
+    k[:, :, ~seen], v[:, :, ~seen] = garbage, garbage
+    golden, golden_lse = pasa.golden_attention(q, k[:, :, seen], v[:, :, seen])
+    on_device = [x.to(DEVICE) for x in (q, k, v, seen[None, None, None])]
+    out, lse = pasa.attention(*on_device[:3], attn_mask=on_device[3], backend="triton", return_lse=True)
+    assert max_error(out.cpu(), golden) <= 4 * HALF_ULP
+    assert float((lse.cpu() - golden_lse).abs().max()) <= 1e-3
+    assert 4 < passes.splits < 4 * 1200 // 64, "a split has several blocks"
+    assert passes.redone == 0
+
+
 def test_unlike_keys_in_the_sample(passes):
     """Some unlike keys among the sampled ones, as attention sinks are, do not take a head's anchor away."""
     q, k, v = normal((4, 1), (1, 1600), 64)
