@@ -112,7 +112,7 @@ def attend_split(
             b_unit, b_weight = column_units(b_anchor16, unit)
             b_weights = tl.broadcast_to(b_weight[None, :], (FAR_ROWS, D_PAD))
     if MASK != "none":  # loaded a block ahead
-        p_masks = p_mask[:, None] + tl.arange(0, BLOCK_N)[None, :] * stride_mask_n
+        p_masks = p_mask[:, None] + (tl.arange(0, BLOCK_N).to(tl.int64) * stride_mask_n)[None, :]
         m_ahead = m_row[:, None] & (begin + tl.arange(0, BLOCK_N) < end)[None, :]
         b_ahead = tl.load(p_masks + tl.cast(begin, tl.int64) * stride_mask_n, mask=m_ahead, other=0)
     for start in range(begin, end, BLOCK_N):
