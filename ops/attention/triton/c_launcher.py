@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import triton
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from pasa.ops.devices import NO_PAGE_ANCHORS, TRITON_VERSIONS, triton_version
 
@@ -28,6 +29,7 @@ KNOWN = ON_CUDA and triton_version() in TRITON_VERSIONS
 PAGE_ANCHORS = triton_version() not in NO_PAGE_ANCHORS  # whether pages are read with their anchors
 HOOKS_AT = {False: 10, True: 8}  # where metadata and hooks stand among what the C function takes, by `Ready.form`
 _RUNTIME: Any = triton.knobs.runtime if hasattr(triton, "knobs") else None
+_hashed: set[int] = set()  # ids of functions; a function as a member of a set would be hashed at once
 _ARGUMENT_LAST = triton_version() != TRITON_VERSIONS[0]  # since 3.7 the kernel's arguments are one argument
 
 
@@ -128,6 +130,23 @@ def map_kinds(kernel: Any) -> list[tuple[Any, ...]]:
         (meta["swizzle"], meta["elem_size"], TO_HOST[meta["elem_type"]], meta["block_size"])
         for meta in kernel.metadata.tensordesc_meta
     ]
+
+
+def hash_callees(function: Any) -> None:
+    """Let Triton hash all functions that a kernel may call, each before those that call it; then its key is settled.
+
+    Triton keeps compiled kernels on disk by a key. The key has the constants of a called function only if that was
+    hashed before (`DependenciesFinder._update_hash`, 3.6). So it depended on the kernels that a process had launched
+    earlier, and each order of launches compiled most kernels anew.
+    """
+    if id(function) in _hashed or not (_COMPILES and isinstance(function, JITFunction)):
+        return
+    _hashed.add(id(function))
+    names, scope = function.fn.__code__.co_names, function.fn.__globals__
+    modules = [x for x in map(scope.get, names) if inspect.ismodule(x)]
+    for each in (*map(scope.get, names), *(getattr(x, name, None) for x in modules for name in names)):
+        hash_callees(each)
+    function.cache_key  # noqa: B018 - reading it computes it
 
 
 def fill_map(address: int, kind: tuple[Any, ...], shape: Sequence[int], strides: Sequence[int]) -> Any:

@@ -20,7 +20,7 @@ from triton.runtime import JITFunction
 from triton.runtime.errors import OutOfResources
 
 from pasa.ops.attention.triton import c_launcher
-from pasa.ops.attention.triton.c_launcher import Grid, Ready, is_hooked
+from pasa.ops.attention.triton.c_launcher import Grid, Ready, hash_callees, is_hooked
 from pasa.ops.recording import Operand, Place, Recorder, Step, recorder, unrecorded
 
 DIRECT = c_launcher.KNOWN  # Triton's version is known, so launches are direct, and Gluon's kernels compile
@@ -35,6 +35,7 @@ def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) ->
 
     The result takes addresses in place of tensors, and tensor maps with their sizes in place of descriptors.
     """
+    hash_callees(kernel)
     compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **FUSED, **options)
     return Ready.of(compiled, spelled_out=True)
 
@@ -137,6 +138,7 @@ def _launch_by_triton(
     kernel: Any, grid: Grid, numbers: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
 ) -> Launch:
     """Return a function that launches a kernel on tensors through Triton's Python layers."""
+    hash_callees(kernel)
 
     def launch_on(tensors: Sequence[Any]) -> None:
         try:
@@ -210,6 +212,7 @@ def _prepare(
     kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any], grid: Grid
 ) -> Ready | None:
     """Return the kernel ready to launch, or None where Triton must launch it: not compiled yet, or instrumented."""
+    hash_callees(kernel)
     compiled = kernel.warmup(*arguments, **constants, **FUSED, **options, grid=grid)
     if not isinstance(compiled, CompiledKernel):
         return None

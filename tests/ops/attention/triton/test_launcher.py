@@ -1,6 +1,9 @@
 """The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
 
 import functools
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -138,3 +141,26 @@ def test_what_is_not_compiled_is_left_to_triton():
     """A kernel that is not compiled is left to Triton, for instance one that still compiles in the background."""
     kernel = SimpleNamespace(warmup=lambda **options: None)
     assert triton_launch._prepare(kernel, (), {}, {}, (1, 1, 1)) is None
+
+
+def test_the_key_of_a_compiled_kernel_does_not_depend_on_other_kernels():
+    """Story: each order of first launches gave most kernels other keys (Triton 3.6), and compiled them for seconds."""
+    names = "short.kernel.short_kernel", "decode.kernel.decode_kernel", "prefill.kernel.attention_kernel"
+    program = """if True:
+        import importlib, sys
+        from pasa.ops.attention.triton.c_launcher import hash_callees
+        keys = {}
+        for name in sys.argv[1:]:
+            module, _, kernel = name.rpartition(".")
+            function = getattr(importlib.import_module("pasa.ops.attention.triton." + module), kernel)
+            hash_callees(function)
+            keys[name] = function.cache_key
+        print(sorted(keys.items()))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    said = [
+        subprocess.run([sys.executable, "-c", program, *order], env=environment, check=True, capture_output=True).stdout
+        for order in (names, names[::-1])
+    ]
+    assert said[0].count(b"kernel.") == len(names)
+    assert said[0] == said[1]
