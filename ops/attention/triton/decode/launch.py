@@ -14,7 +14,7 @@ from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.decode.tile_math import LONG
 from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import early, launch, launched_early, workspace
-from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors, warps_for
+from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
 LANES = 4  # warps of a program; one with separate keys is called a lane (lanes_kernel.py)
 MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for each thread
@@ -185,7 +185,7 @@ def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     height = max(16, 1 << (rows - 1).bit_length())
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
-    warps = warps_for("sm_90", height, 8)
+    warps = min(8, max(4, height // 16))  # as `warps_for` on Hopper; elsewhere, 128 rows of 4 warps spill registers
     block_n, stages = 64 if architecture == "sm_90" and pad <= 128 else 32, 3
     if architecture == "sm_90" and height == 64:
         stages = 2  # two programs run on a multiprocessor; with three stages, the shared memory holds one
