@@ -15,7 +15,7 @@ from pasa.ops.attention.spec import gradients as spec
 from pasa.ops.attention.spec.pages import attend_gathered
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton.backward.launch import attention_gradients
-from pasa.ops.attention.triton.decode.launch import decode
+from pasa.ops.attention.triton.decode.launch import decode, divides_keys
 from pasa.ops.attention.triton.decode.paged_launch import paged_attention
 from pasa.ops.attention.triton.kernel_call import KernelCall, Packing
 from pasa.ops.attention.triton.launcher import DIRECT, launch
@@ -70,7 +70,7 @@ def _family(call: KernelCall) -> Family:
     exact = call.options.precision == "pasa" and call.options.recovery == "exact"
     if exact and call.q.device.type != "npu" and is_short(call):
         return short_attention
-    if exact and call.q.device.type != "npu" and call.decodes:
+    if exact and call.q.device.type != "npu" and divides_keys(call):
         return decode
     return _hopper() if hopper_serves(call) else portable_attention
 

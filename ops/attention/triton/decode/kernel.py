@@ -25,15 +25,15 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def load_queries(
-    p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale,
+    p_q, batch, kv_head, tile, group, rows, stride_qb, stride_qh, stride_qm, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Load the query rows (M, D) of all heads of the group, one head after another.
+    """Load a tile (M, D) of the query rows of all heads of the group, one head after another.
 
     Also returns the head and the query of each row, and the largest norm, in nats. An infinity in a query becomes NaN,
     and a NaN makes its whole row NaN.
     """
-    o_m = tl.arange(0, BLOCK_M)
+    o_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
     o_head = kv_head * group + o_m // rows
     o_query = o_m % rows
@@ -52,7 +52,7 @@ def store_split(
 ):  # fmt: skip
     """Store the state of one split and its frame, and `mark`, or 0 if the mark is positive and the frame is 0."""
     o_d = tl.arange(0, D_PAD)
-    o_part = o_work * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_part = tl.cast(o_work, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_row[:, None] & (o_d < D)[None, :])
     tl.store(p_state + 2 * o_part, b_max, mask=m_row)
     tl.store(p_state + 2 * o_part + 1, b_sum, mask=m_row)
@@ -65,10 +65,10 @@ def decode_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
     p_v,
-    p_part,  # (B, Hkv, splits, BLOCK_M, D) FP32: O of each split, not divided
-    p_state,  # (B, Hkv, splits, BLOCK_M, 2) FP32: maximum and sum
-    p_anchor,  # (B, Hkv, splits, D) FP16: the frame of each split
-    p_framed,  # (B, Hkv, splits) INT32: 0 for the frame 0, 1 for the head's anchor, 2 for another frame; -1: exact pass
+    p_part,  # (B, Hkv, tiles, splits, BLOCK_M, D) FP32: O of each split, not divided
+    p_state,  # (B, Hkv, tiles, splits, BLOCK_M, 2) FP32: maximum and sum
+    p_anchor,  # (B, Hkv, tiles, splits, D) FP16: the frame of each split
+    p_framed,  # (B, Hkv, tiles, splits) INT32: 0 for the frame 0, 1 for the head's anchor, 2 for another frame; -1: exact pass
     p_mask,
     stride_qb,
     stride_qh,
@@ -105,7 +105,7 @@ def decode_kernel(
     CAP: tl.constexpr,  # "none", or how a soft cap is computed: `capped_scores`; other than "none" never EXACT
     STEP: tl.constexpr,  # of the strides of q, k and v: `in_steps`
 ):
-    """Attend within one split of one key head: all its query rows against `keys_each` keys."""
+    """Attend within one split of one key head: a tile of its query rows against `keys_each` keys."""
     stride_qb, stride_qh, stride_qm = in_steps(stride_qb, stride_qh, stride_qm, STEP)
     stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
     stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
@@ -113,17 +113,19 @@ def decode_kernel(
         if EXACT:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    tiles = (group * rows + BLOCK_M - 1) // BLOCK_M
     o_split = tl.program_id(0) % splits
-    o_pair = tl.program_id(0) // splits
+    tile = tl.program_id(0) // splits % tiles
+    o_pair = tl.program_id(0) // (splits * tiles)
     o_work = tl.program_id(0)
     if EXACT:
         if tl.load(p_framed + o_work) >= 0:
             return
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
-    m_row = tl.arange(0, BLOCK_M) < group * rows
+    m_row = tile * BLOCK_M + tl.arange(0, BLOCK_M) < group * rows
     b_q, o_head, o_query, longest = load_queries(
-        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+        p_q, batch, kv_head, tile, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
@@ -134,7 +136,10 @@ def decode_kernel(
         diagonal += right
     begin = o_split * keys_each
     end = tl.minimum(begin + keys_each, keys)
-    seen_by_all = diagonal + 1 if CAUSAL else keys
+    seen_by_all = keys
+    if CAUSAL:
+        seen_by_all = diagonal + 1 + tl.min(tl.where(m_row, o_query, rows), 0)
+        end = tl.minimum(end, diagonal + 1 + tl.max(tl.where(m_row, o_query, 0), 0))
     whole = tl.maximum(tl.minimum(end, seen_by_all) // BLOCK_N * BLOCK_N, begin)
     if WINDOW:  # keys in this split are before the window of the last row
         whole = tl.where(begin < rows - 1 + diagonal - span, begin, whole)
@@ -256,15 +261,17 @@ def merge_kernel(
 ):
     """Merge the splits of some columns of one query row."""
     o_out = tl.program_id(0)
-    o_pair = o_out // (group * rows)
     o_row = o_out % (group * rows)
+    tiles = (group * rows + BLOCK_M - 1) // BLOCK_M
+    o_pair = o_out // (group * rows) * tiles + o_row // BLOCK_M  # of a key head and a tile
+    o_row %= BLOCK_M
     batch = tl.cast(o_out // (heads * rows), tl.int64)
     head = tl.cast((o_out // rows) % heads, tl.int64)
     o_split = tl.arange(0, SPLITS)
     o_column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     m_split = o_split < splits
     o_split = o_pair * splits + o_split
-    o_part = o_split * BLOCK_M + o_row
+    o_part = tl.cast(o_split, tl.int64) * BLOCK_M + o_row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -326,7 +333,7 @@ def merge_kernel(
     b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
     if DROPPED != 0:
         b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
-    tl.store(p_out + o_out * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
+    tl.store(p_out + tl.cast(o_out, tl.int64) * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
     if tl.program_id(1) == 0:
         if not SINKS:
             if SHARED_FRAME:

@@ -178,7 +178,7 @@ def attend_program(
     o_d = tl.arange(0, D_PAD)
     b_sample = load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
-        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+        p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     m_row = o_m < group * rows
     p_frame = p_anchor + slot * D
@@ -275,7 +275,7 @@ def attend_lane_exactly(
         tl.store(p_framed + slot, -1 - tl.load(p_framed + slot))
         return
     b_q, _, o_query, longest = load_queries(
-        p_q, batch, kv_head, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+        p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)

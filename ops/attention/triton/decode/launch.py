@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.decode.tile_math import LONG
-from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
+from pasa.ops.attention.triton.kernel_call import DECODE_TILE, KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import early, launch, launched_early, workspace
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
@@ -23,6 +23,9 @@ MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for eac
 MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
+# More rows than `KernelCall.decodes` allows are cut into tiles of so many, where no more than a part of the device's
+# multiprocessors would have one and each row has so many keys.
+TILE_ROWS, IDLE_PART, LONG_KEYS = 64, 4, 2048
 
 # Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, twice as
 # many where that makes fewer than `LONG` splits, and at most as many as occupy the device with one sequence, but no
@@ -55,7 +58,7 @@ class Splits:
     @classmethod
     def of(cls, call: KernelCall, count: int, keys: int, block_m: int, room: int = 0) -> Splits:
         """Allocate the buffers, uninitialised; without `room` there is room for `count` splits."""
-        splits, dim, device = call.q.shape[0] * call.k.shape[1] * count, call.q.shape[-1], call.q.device
+        splits, dim, device = tiles_of(call, block_m) * count, call.q.shape[-1], call.q.device
         parts = ((splits * block_m * dim, torch.float32), (splits * block_m * 2, torch.float32),
                  (splits * dim, torch.float16), (splits, torch.int32), (splits, torch.int32),
                  (splits * block_m * 2, torch.float32))  # fmt: skip
@@ -63,21 +66,37 @@ class Splits:
         return cls(part, state, anchor, framed, marked, low, count, keys, block_m, room or count)
 
 
+def tiles_of(call: KernelCall, block_m: int) -> int:
+    """Return the number of tiles of the query rows that share a key head, for all key heads."""
+    return call.q.shape[0] * call.k.shape[1] * -(-call.group * call.q.shape[2] // block_m)
+
+
+def divides_keys(call: KernelCall) -> bool:
+    """Return whether `decode` serves a call: with few rows, or with so few tiles of rows that most programs would wait.
+
+    Not where nothing may depend on other sequences: those decide how much of the device is idle.
+    """
+    if call.decodes or call.cu_q is not None or call.options.batch_invariant:
+        return call.decodes
+    few = tiles_of(call, TILE_ROWS) <= processors(call.q.device) // IDLE_PART
+    return few and call.keys >= LONG_KEYS and not call.has_window
+
+
 def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend from a few rows: split the keys, redo in an exact pass the splits that a bound marks, then merge."""
-    batch, _, rows, dim = call.q.shape
+    rows, dim = call.q.shape[2:]
     pad = pad_dim(dim)
     lane = keys_of_a_lane(device_architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16 and not (call.has_window or call.softcap):
         return merge(call, _lanes(call, lane))
     tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
-    pairs = batch * call.k.shape[1]
+    tiles = tiles_of(call, tile.block_m)
     blocks = -(-call.k.shape[2] // tile.block_n)
     if call.options.batch_invariant:
         each = tile.block_n * -(-blocks // fixed_splits(call.k.shape[2], *fixed_limits(call)))
     else:
         programs = processors(call.q.device) * (8 // tile.warps)
-        each = tile.block_n * blocks_of_a_split(programs, blocks, pairs, split_limit(call))
+        each = tile.block_n * blocks_of_a_split(programs, blocks, tiles, split_limit(call))
     splits = Splits.of(call, -(-call.k.shape[2] // each), each, tile.block_m)
     _tiles(call, splits, tile, exact=False)
     if not call.softcap:
@@ -145,7 +164,7 @@ def _tiles(call: KernelCall, splits: Splits, tile: Tile, exact: bool) -> None:
     kv_heads, keys = call.k.shape[1:3]
     rows, dim = call.q.shape[2:]
     launch(
-        decode_kernel, (call.q.shape[0] * kv_heads * splits.count, 1, 1),
+        decode_kernel, (tiles_of(call, tile.block_m) * splits.count, 1, 1),
         (call.q, call.k, call.v, splits.part, splits.state, splits.anchor, splits.framed,
          call.q if call.mask is None else call.mask),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *call.mask_strides,
@@ -182,7 +201,7 @@ def lane_stages(architecture: str) -> int:
 @cache
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
-    height = max(16, 1 << (rows - 1).bit_length())
+    height = max(16, 1 << (rows - 1).bit_length()) if rows <= DECODE_TILE else TILE_ROWS
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
     warps = min(8, max(4, height // 16))  # as `warps_for` on Hopper; elsewhere, 128 rows of 4 warps spill registers

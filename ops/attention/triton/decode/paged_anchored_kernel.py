@@ -223,7 +223,7 @@ def decode_anchored_paged_kernel(
     o_d = tl.arange(0, D_PAD)
     keys = tl.load(p_tile + batch)
     b_q, _, _, longest = load_queries(
-        p_q, batch, kv_head, group, 1, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
+        p_q, batch, kv_head, 0, group, 1, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
     p_k += kv_head * stride_kh
     p_v += kv_head * stride_vh

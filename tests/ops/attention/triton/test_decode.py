@@ -136,6 +136,43 @@ def test_one_pass_serves_these_data(shape, kind, passes):
         assert passes.redone <= 1  # tiles know no settled splits
 
 
+PROMPTS = {  # heads, lengths, head dimension, options
+    "one head": ((1, 1), (150, 2100), 64, {}),
+    "heads that share a tile": ((3, 1), (70, 2050), 32, {"is_causal": True}),
+    "more rows than a band leaves keys": ((1, 1), (250, 2048), 16, {"is_causal": True}),
+    "masked": ((2, 1), (100, 2100), 64, {"left padding": 1900}),
+    "two key heads": ((4, 2), (33, 2048), 80, {}),
+}
+
+
+@pytest.mark.parametrize("kind", ["N(0, 1)", "40 on both", "one key 300 times as long"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_few_tiles_of_a_prompt_divide_their_keys(prompt, kind, passes):
+    """Four tiles of 64 rows on a GPU of 16 multiprocessors, of which 12 waited for them before."""
+    heads, lengths, dim, how = PROMPTS[prompt]
+    padding = how.get("left padding", 0)
+    how = {name: value for name, value in how.items() if name != "left padding"}
+    q, k, v = normal(heads, lengths, dim)
+    check(*KINDS[kind](q, k), v, how, padding)
+    assert passes.splits > 4
+
+
+@pytest.mark.parametrize(
+    ("heads", "lengths", "how"),
+    [
+        ((5, 1), (64, 2048), {}),
+        ((1, 1), (64, 2047), {}),
+        ((1, 1), (64, 2048), {"window": (100, 0)}),
+        ((1, 1), (64, 2048), {"config": PasaConfig(batch_invariant=True)}),
+    ],
+    ids=["busy", "short", "window", "batch-invariant"],
+)
+def test_other_prompts_keep_their_tiles_whole(heads, lengths, how, passes):
+    q, k, v = (x.half().to(DEVICE) for x in normal(heads, lengths, 16))
+    pasa.attention(q, k, v, backend="triton", **how)
+    assert passes.splits == 0
+
+
 @pytest.mark.parametrize("bias", [0, 20, 300])
 @pytest.mark.parametrize("slots", [16, 48])
 def test_pages_take_one_pass(bias, slots, passes):
