@@ -7,6 +7,7 @@ SPLIT = "ops/attention/triton/split_kernel.py"
 LANES = "ops/attention/triton/decode/lanes_kernel.py"
 SAMPLING = "ops/attention/triton/decode/tile_math.py"
 OF_DECODE = "tests/ops/attention/triton/test_decode.py::"
+PROMPTS = OF_DECODE + "test_a_few_tiles_of_a_prompt_divide_their_keys"
 
 DECODING = [
     mutant(
@@ -17,10 +18,38 @@ DECODING = [
         FEATURES + "test_agrees_with_fp64[decode-tiles-wider]",
     ),
     mutant(
+        "decoding: every tile has the rows of the first",
+        DECODE,
+        "o_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "o_m = tl.arange(0, BLOCK_M)",
+        PROMPTS + "[one head-N(0, 1)]",
+    ),
+    mutant(
+        "decoding: the keys of a tile end with its first row",
+        DECODE,
+        "diagonal + 1 + tl.max(",
+        "diagonal + 1 + tl.min(",
+        PROMPTS + "[heads that share a tile-N(0, 1)]",
+    ),
+    mutant(
+        "decoding: rows of all tiles are merged from the first",
+        DECODE,
+        "* tiles + o_row // BLOCK_M",
+        "* tiles",
+        PROMPTS + "[one head-N(0, 1)]",
+    ),
+    mutant(
+        "decoding: other sequences decide on the kernel of a call that must not depend on them",
+        "ops/attention/triton/decode/launch.py",
+        "call.cu_q is not None or call.options.batch_invariant:",
+        "call.cu_q is not None:",
+        OF_DECODE + "test_other_prompts_keep_their_tiles_whole[batch-invariant]",
+    ),
+    mutant(
         "decoding: a block counts as seen whole one key too early",
         DECODE,
-        "seen_by_all = diagonal + 1 if CAUSAL else keys",
-        "seen_by_all = diagonal + 2 if CAUSAL else keys",
+        "seen_by_all = diagonal + 1 +",
+        "seen_by_all = diagonal + 2 +",
         GAPS + "test_decode[160-32-False]",
     ),
     mutant(

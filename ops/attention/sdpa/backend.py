@@ -46,6 +46,9 @@ HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fu
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
 STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
+# A single row stays as it is, because cuDNN has a kernel that divides its keys. That kernel is the slower one where the
+# head dimension is larger, and so many heads of keys give work to half of the device anyway (H100).
+SINGLE_DIM, SINGLE_HEADS = 128, 64
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
 
@@ -71,9 +74,11 @@ def _may_stack(call: Call) -> bool:
     """Return whether the queries of a group of heads, which share keys, may be rows of one head.
 
     A tile of cuDNN holds rows of one head, and few rows leave most of it empty. As rows of one head they take as little
-    as a sixth of the time. Single rows stay apart: for them cuDNN has a kernel that divides the keys.
+    as a sixth of the time.
     """
-    few, grouped = 1 < call.q.shape[2] <= STACKED_ROWS, call.q.shape[1] > call.k.shape[1]
+    (_, heads, rows, dim), (batch, kv_heads) = call.q.shape, call.k.shape[:2]
+    busy = rows > 1 or (dim > SINGLE_DIM and batch * kv_heads >= SINGLE_HEADS)
+    few, grouped = busy and rows <= STACKED_ROWS, heads > kv_heads
     alike = not call.is_causal and (call.mask is None or all(size == 1 for size in call.mask.shape[-3:-1]))
     return few and grouped and alike and call.sinks is None and call.window == (-1, -1)
 

@@ -183,7 +183,7 @@ def attend_split(
         if HIDES:
             b_s = tl.where(m_seen, b_s, -INF)
         # softmax and values
-        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, FAST)
+        b_p, alpha, b_max, b_sum = softmax_step(b_s, offset, factor, b_max, b_sum, HIDES, FAST, True)
         b_acc = b_acc * alpha[:, None]
         p_value = p_values + b_value[:, None] + o_d[None, :]
         if HIDES or D < D_PAD:

@@ -266,13 +266,15 @@ def load_mask(p_tile, m_tile, m_seen, stride_m, stride_n, MASK: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr):
+def softmax_step(
+    b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: tl.constexpr, ROUNDED: tl.constexpr = False
+):
     """Return the weights P of a tile, the factor for earlier results, and the new maximum and sum of every row.
 
     b_s (M, N): scores, -inf where masked out (only with HIDES); offset (M,): to be added to all scores of a row;
     factor: log2(e) times the scale of both. No exponent exceeds 0, for numbers of any size, and the sum is that of the
     same rounded weights that multiply V. FAST spends one instruction on an exponent, which may then exceed 0 by 2^-24
-    of the largest score, and sums weights before FP16 rounds them.
+    of the largest score, and sums weights before FP16 rounds them, unless ROUNDED.
     """
     top = tl.max(b_s, 1)
     reached = top + offset
@@ -285,7 +287,7 @@ def softmax_step(b_s, offset, factor, b_max, b_sum, HIDES: tl.constexpr, FAST: t
     alpha = tl.exp2((b_max - base) * factor)
     if FAST:
         b_p = tl.exp2(b_s * factor - ((base - offset) * factor)[:, None])
-        b_sum = b_sum * alpha + tl.sum(b_p, 1)
+        b_sum = b_sum * alpha + tl.sum(b_p.to(tl.float16).to(tl.float32) if ROUNDED else b_p, 1)
         b_p = b_p.to(tl.float16)
     else:
         behind = (reached - base) * factor

@@ -41,11 +41,13 @@ def check(out, lse, keys, value):
     [
         (20, 130, 16, False, "reference"),
         (20, 300, 16, True, "triton"),  # the exact pass, which takes what the fast one leaves
-        (20, 50, 16, False, "triton"),  # few keys
+        (20, 50, 16, False, "triton"),  # few keys, all in one block
+        (2, 300, 64, False, "triton"),  # few keys in several blocks
         (2, 400, 64, False, "triton"),  # decoding by lanes
         (2, 400, 160, True, "triton"),  # decoding by tiles
+        (2, 400, 160, False, "triton"),  # without a mask, which would take the slower exponent
     ],
-    ids=["reference", "exact", "short", "lanes", "tiles"],
+    ids=["reference", "exact", "short", "few-keys-in-blocks", "lanes", "tiles", "plain-tiles"],
 )
 def test_a_constant_comes_out_unchanged(rows, keys, dim, masked, backend, value):
     """A constant V comes out unchanged; it would not if weights were summed before FP16 rounds them."""

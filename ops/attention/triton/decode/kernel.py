@@ -68,7 +68,7 @@ def decode_kernel(
     p_part,  # (B, Hkv, tiles, splits, BLOCK_M, D) FP32: O of each split, not divided
     p_state,  # (B, Hkv, tiles, splits, BLOCK_M, 2) FP32: maximum and sum
     p_anchor,  # (B, Hkv, tiles, splits, D) FP16: the frame of each split
-    p_framed,  # (B, Hkv, tiles, splits) INT32: 0 for the frame 0, 1 for the head's anchor, 2 for another frame; -1: exact pass
+    p_framed,  # (B, Hkv, tiles, splits) INT32: 0: frame 0, 1: the head's anchor, 2: another frame; -1: exact pass
     p_mask,
     stride_qb,
     stride_qh,

@@ -23,9 +23,12 @@ MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for eac
 MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
-# More rows than `KernelCall.decodes` allows are cut into tiles of so many, where no more than a part of the device's
-# multiprocessors would have one and each row has so many keys.
+# More rows than `KernelCall.decodes` allows are cut into tiles of so many, where there are at most a quarter as many
+# tiles as multiprocessors, and at least so many keys.
 TILE_ROWS, IDLE_PART, LONG_KEYS = 64, 4, 2048
+# The most rows of a tile where the head dimension is above 128: with twice as many, an anchor spills registers, and
+# without one a bias sends every split to the exact pass.
+WIDE_ROWS = 32
 
 # Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, twice as
 # many where that makes fewer than `LONG` splits, and at most as many as occupy the device with one sequence, but no
@@ -89,7 +92,12 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     lane = keys_of_a_lane(device_architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16 and not (call.has_window or call.softcap):
         return merge(call, _lanes(call, lane))
-    tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, call.group * rows)
+    together = call.group * rows
+    if pad > 128:
+        together = min(together, WIDE_ROWS)
+    elif together > DECODE_TILE:
+        together = TILE_ROWS
+    tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, together)
     tiles = tiles_of(call, tile.block_m)
     blocks = -(-call.k.shape[2] // tile.block_n)
     if call.options.batch_invariant:
@@ -201,7 +209,7 @@ def lane_stages(architecture: str) -> int:
 @cache
 def decode_tiles(architecture: str, pad: int, rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of the fast pass and of the exact pass, for `rows` query rows of a key head together."""
-    height = max(16, 1 << (rows - 1).bit_length()) if rows <= DECODE_TILE else TILE_ROWS
+    height = max(16, 1 << (rows - 1).bit_length())
     if height <= 32 and pad <= 128:
         return Tile(height, 64, 4, 3), Tile(height, 64, 4, 2)
     warps = min(8, max(4, height // 16))  # as `warps_for` on Hopper; elsewhere, 128 rows of 4 warps spill registers

@@ -100,8 +100,9 @@ def decode_paged_kernel(
     p_pages = p_table + tl.cast(sequence, tl.int64) * stride_table
     m_row = tl.arange(0, BLOCK_M) < group * rows
     b_q, _, o_query, longest = load_queries(
-        p_q, tl.cast(o_tile, tl.int64), kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
-    )
+        p_q, tl.cast(o_tile, tl.int64), kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale,
+        D, D_PAD, BLOCK_M,
+    )  # fmt: skip
     p_keys = p_k + kv_head * stride_kh
     p_values = p_v + kv_head * stride_vh
     # keys that all rows see in whole blocks, then the others

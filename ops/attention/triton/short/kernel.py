@@ -9,7 +9,7 @@ a number is not finite, the program starts again, and each block gets an anchor.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split
+from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
     FP16_MAX,
@@ -56,10 +56,9 @@ def seen_keys(
 
 @triton.jit
 def attend_block(
-    b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    b_q, b_k, b_v, m_seen, m_key, b_bias, scale, ratio, MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Return maxima (M,), sums of weights by their place in a block (M, N), and products with values, after a block.
+    """Return maxima (M,), sums of weights (M,), and products with values (M, D), of a block that holds all keys.
 
     No exponent exceeds 0. Keys that no row sees do not count.
     """
@@ -70,19 +69,17 @@ def attend_block(
     if MASK == "float":
         b_s = b_s * scale + b_bias
     b_s = tl.where(m_seen, b_s, -INF)
-    new_max = tl.maximum(b_max, tl.max(b_s, 1))
-    base = tl.where(new_max == -INF, 0.0, new_max)
-    alpha = tl.exp2((b_max - base) * factor)[:, None]
+    b_max = tl.max(b_s, 1)
+    base = tl.where(b_max == -INF, 0.0, b_max)
     b_p = tl.exp2((b_s - base[:, None]) * factor).to(tl.float16)
-    b_sums = b_sums * alpha + b_p.to(tl.float32)
-    b_acc = b_acc * alpha
+    b_sum = tl.sum(b_p.to(tl.float32), 1)
     if CAP != "none":
-        b_acc = add_values(b_acc, b_p, b_v, m_seen)
+        b_acc = add_values(tl.zeros((b_q.shape[0], b_v.shape[1]), tl.float32), b_p, b_v, m_seen)
     else:
         if MASK != "none" or WINDOW:
             b_v = tl.where(m_key[:, None], b_v, 0.0).to(tl.float16)
-        b_acc = tl.dot(b_p, b_v, b_acc)
-    return new_max, b_sums, b_acc
+        b_acc = tl.dot(b_p, b_v)
+    return b_max, b_sum, b_acc
 
 
 @triton.jit
@@ -131,38 +128,6 @@ def middle_of(b_k, m_key, WHOLE: tl.constexpr):
 def shift_of(b_q, b_anchor):
     """Return what an anchor (D,) takes from the products with the keys (M,)."""
     return tl.sum(b_q.to(tl.float32) * b_anchor.to(tl.float32)[None, :], 1)
-
-
-@triton.jit
-def attend_blocks(
-    b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale, ratio,
-    stride_kn, stride_vn, stride_mask_n, ANCHORED: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Attend to the keys up to `end`, less the anchor (D,) FP16 if ANCHORED.
-
-    Returns what `attend_block` does, and the largest squared norms (BLOCK_N,), infinite if the anchor may round a key.
-    """
-    b_longest = tl.zeros((BLOCK_N,), tl.float32)
-    # |k - a| < |a| / 2 is exact (Sterbenz's lemma); a difference that is rounded may reach |a| / 2
-    b_reach = tl.where(b_anchor == 0.0, INF, tl.abs(b_anchor) * 0.5).to(tl.float16)
-    for start in range(0, end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        b_k = load_block(p_keys, o_n, end, stride_kn, D, D_PAD)
-        m_seen, m_key, b_bias = seen_keys(
-            p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
-        )
-        if ANCHORED:
-            b_k = b_k - b_anchor[None, :]
-            b_exact = tl.where(tl.abs(b_k) < b_reach[None, :], b_k, INF).to(tl.float16)
-            b_longest = larger(b_longest, squared_norms(b_exact, m_key))
-        elif CAP == "none":
-            b_longest = larger(b_longest, squared_norms(b_k, m_key))
-        b_v = load_block(p_values, o_n, end, stride_vn, D, D_PAD)
-        b_max, b_sums, b_acc = attend_block(
-            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK, WINDOW, CAP
-        )
-    return b_max, b_sums, b_acc, b_longest
 
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
@@ -257,53 +222,41 @@ def short_kernel(
         p_masks, o_last, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
     )
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
-    b_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    b_far = tl.zeros((FAR_ROWS, BLOCK_N), tl.float32)
     b_anchor = tl.zeros((D_PAD,), tl.float16)
     b_shift = tl.zeros((BLOCK_M,), tl.float32)
+    longest = scale
+    is_small = scale > 0.0
     if CAP == "none":
         b_wide = b_q.to(tl.float32)
         b_squares = tl.sum(b_wide * b_wide, 1)
+        longest = tl.sqrt(tl.max(b_squares, 0)) * scale
         is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
-        if WHOLE:
-            if is_small == 0:
-                b_anchor = middle_of(b_k, m_key, True)
+        if is_small == 0:
+            b_anchor = middle_of(b_k, m_key, WHOLE)
+            b_shift = shift_of(b_q, b_anchor)
+            if WHOLE:
                 b_k = b_k - b_anchor[None, :]
-                b_shift = shift_of(b_q, b_anchor)
                 is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
     if WHOLE:
-        b_max, b_sums, b_acc = attend_block(
-            b_q, b_k, b_v, m_seen, m_key, b_bias, b_max, b_sums, b_acc, scale, ratio, MASK, WINDOW, CAP
-        )
-    elif CAP != "none":
-        b_max, b_sums, b_acc, b_longest = attend_blocks(
-            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
-            ratio, stride_kn, stride_vn, stride_mask_n, False, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
-        )  # fmt: skip
-    elif is_small:
-        b_max, b_sums, b_acc, b_longest = attend_blocks(
-            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
-            ratio, stride_kn, stride_vn, stride_mask_n, False, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
-        )  # fmt: skip
+        b_max, b_sum, b_acc = attend_block(b_q, b_k, b_v, m_seen, m_key, b_bias, scale, ratio, MASK, WINDOW, CAP)
     else:
-        b_anchor = middle_of(b_k, m_key, False)
-        b_shift = shift_of(b_q, b_anchor)
-        b_max, b_sums, b_acc, b_longest = attend_blocks(
-            b_q, b_anchor, b_max, b_sums, b_acc, p_keys, p_values, p_masks, o_query, m_row, end, diagonal, span, scale,
-            ratio, stride_kn, stride_vn, stride_mask_n, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, WINDOW, CAP,
+        b_max, b_sum, b_acc, _, b_far = attend_split(
+            b_q, b_max, b_sum, b_acc, b_anchor.to(tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
+            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+            "head" if CAP == "none" else "none", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
-    b_sum = tl.sum(b_sums, 1)
+        is_small = is_near(b_far, b_acc, longest, D)
     if CAP == "none":
-        if not WHOLE:
-            is_small = are_bounded(b_squares, b_longest, m_row, scale)
         infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
         if (is_small == 0) | (infinite > 0):
-            longest = tl.sqrt(tl.max(b_squares, 0)) * scale
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
-                tl.zeros((D_PAD,), tl.float32), tl.zeros((FAR_ROWS, BLOCK_N), tl.float32), p_keys, p_values, p_masks,
-                o_query, m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n,
-                p_k, 0, 0, "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+                tl.zeros((D_PAD,), tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
+                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
             )  # fmt: skip
             b_shift = shift_of(b_q, b_frame)
     nats = b_max if MASK == "float" else b_max * scale

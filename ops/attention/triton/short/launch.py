@@ -22,7 +22,9 @@ ONE_WARP, MANY = 2048, 16
 # rows or a head dimension above 128. On Hopper the second four would read rows that a tile of 64 rows does not have.
 WIDE = 4096
 ROWS = 16  # of the smallest tile
-REGISTERS = 128  # of a thread, where programs wait for others: four run on a multiprocessor then, and two without limit
+REGISTERS = (
+    168  # of a thread, where programs wait for others: three run on a multiprocessor then, and two without limit
+)
 
 
 def is_short(call: KernelCall) -> bool:

@@ -7,8 +7,8 @@ from triton.runtime.errors import InterpreterError
 import pasa
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.options import AttentionOptions
+from pasa.ops.attention.triton import split_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall
-from pasa.ops.attention.triton.short import kernel as short_kernel
 from pasa.ops.attention.triton.short.launch import is_short, tile_for
 from tests.inputs import DEVICE, normal_qkv, pairwise, short_prompts
 from tests.ops.attention.triton.agreement import check, on_device
@@ -67,14 +67,14 @@ def test_short_prompts(shape, bias, kind):
 @pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
 def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
     """An anchor for all keys is enough, and no block gets one of its own."""
-    monkeypatch.delattr(short_kernel, "attend_split")
+    monkeypatch.delattr(split_kernel, "anchored_scores")
     q, k, v = normal_qkv((2, 1), (rows, keys), 64)
     q[..., :8] += 300
     k[..., :8] += bias
     check(q, k, v, "exact")
     q[..., 20] *= 100  # now one anchor is not enough
     k[..., 20] *= 100
-    with pytest.raises(InterpreterError, match="attend_split"):
+    with pytest.raises(InterpreterError, match="anchored_scores"):
         pasa.attention(q, k, v, backend="triton")
 
 
