@@ -140,10 +140,17 @@ KERNELS = [
         TRITON + "test_mask_tiles_are_sorted",
     ),
     mutant(
+        "the order of mask tiles begins again at every block",
+        MASK,
+        "p_row_order + whole + tl.cumsum(",
+        "p_row_order + tl.cumsum(",
+        TRITON + "test_more_mask_tiles_than_are_ordered_together",
+    ),
+    mutant(
         "the bias of a mask is left out where scores are small",
         MASK,
-        "m_plain = m_tile & (b_mask == 0.0)",
-        "m_plain = m_tile & (tl.abs(b_mask) < 1.0)",
+        "m_plain = m_seen & (b_mask == 0.0)",
+        "m_plain = m_seen & (tl.abs(b_mask) < 1.0)",
         TRITON + "test_mask_tiles_are_sorted",
     ),
     mutant(

@@ -22,7 +22,7 @@ TYPES = {
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_bound", "p_low", "p_x"], "*fp32"),
     **dict.fromkeys(["p_tile", "p_table", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_slot"], "*i32"),
     **dict.fromkeys(["p_framed", "p_marked", "p_order", "p_counts", "p_top_bits", "p_last"], "*i32"),
-    **dict.fromkeys(["p_mask", "p_visible", "p_seen", "p_empty"], "*u8"),
+    **dict.fromkeys(["p_mask", "p_visible", "p_seen", "p_empty", "p_states"], "*u8"),
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
     **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),

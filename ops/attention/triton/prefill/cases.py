@@ -4,7 +4,7 @@ from typing import Any
 
 from pasa.ops.attention.triton.cases import ON_ASCEND, Case, make_case, on_arch, sizes_of, wide
 from pasa.ops.attention.triton.prefill.kernel import attention_kernel
-from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
+from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel, order_tiles_kernel
 
 
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
@@ -46,7 +46,10 @@ ASCEND_CASES = [
         for mask in ("none", "float")
     ),
 ]
-NOT_FOR_ASCEND = {"mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole"}
+NOT_FOR_ASCEND = {
+    "mask_tiles_kernel": "lists tiles for loops that an NPU goes through whole",
+    "order_tiles_kernel": "as mask_tiles_kernel",
+}
 NVIDIA_CASES = [
     _attention("sm_80_d64", sizes_of(64, 128, 64), **FAST, **on_arch(80, 4, 3)),
     _attention("sm_80_d128", sizes_of(128, 128, 64), **FAST, **on_arch(80, 8, 3)),
@@ -99,11 +102,22 @@ NVIDIA_CASES = [
         make_case(
             mask_tiles_kernel,
             f"tiles_of_{mask}_mask" + "_window" * window,
-            {"MASK": mask, "CAUSAL": window, "WINDOW": window, "BLOCK_M": 64, "BLOCK_N": 64, "TILES": 4},
+            {"MASK": mask, "CAUSAL": window, "WINDOW": window, "BLOCK_M": 128, "BLOCK_N": 64, "TILES": tiles}
+            | {"LOADED": 32, "COUNTED": 16},
             options={"num_warps": 4},
-            stack=2300 if window else 1020,  # the band of 64 x 256 pairs spills
+            stack=0,
         )
-        for mask, window in (("bool", False), ("float", False), ("bool", True))
+        for mask, tiles, window in (("bool", 4, False), ("float", 2, False), ("bool", 4, True))
+    ),
+    *(
+        make_case(
+            order_tiles_kernel,
+            "order_of_tiles" + "_early" * early,
+            {"BLOCK": 1024, "PDL": early},
+            options={"num_warps": 4},
+            **({"architectures": [90]} if early else {}),
+        )
+        for early in (False, True)
     ),
     *(
         _attention(

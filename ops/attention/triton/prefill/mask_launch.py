@@ -1,4 +1,4 @@
-"""Launch the kernel that sorts the score tiles of a masked call."""
+"""Launch the kernels that sort the score tiles of a masked call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.kernel_call import KernelCall
-from pasa.ops.attention.triton.launcher import launch
-from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel
+from pasa.ops.attention.triton.launcher import early, launch, launched_early
+from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel, order_tiles_kernel
 
-KEYS = 256  # keys that a program of the kernel reads together
+# A call of 2,048 rows has just 16 row tiles, so a program reads 256 bytes of each row. A thread then loads 64 bytes at
+# once, and holds 32 counts. With 128 rows at a time, registers of unaligned masks and of windows spill (sm_90).
+ROW_BYTES = 256
+LOADED, COUNTED = 32, 16  # rows
+ORDERED = 1024  # key tiles that are put in order together
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,19 @@ class MaskTiles:
         order = torch.empty((*mask.shape[:2], *tiles), dtype=torch.int32, device=mask.device)
         counts = torch.empty((*order.shape[:3], 2), dtype=torch.int32, device=mask.device)
         seen = torch.empty((*order.shape[:3], keys), dtype=torch.uint8, device=mask.device)
+        states = torch.empty(order.shape, dtype=torch.uint8, device=mask.device)
+        at_once, work = max(1, ROW_BYTES // mask.element_size() // block_n), counts[..., 0].numel()
+        chunks = -(-tiles[1] // at_once)
         launch(
-            mask_tiles_kernel, (counts[..., 0].numel(), 1, 1), (mask, order, counts, seen),
-            (*mask.stride(), mask.shape[1], *tiles, rows, keys, *call.limits),
+            mask_tiles_kernel, (work * chunks, 1, 1), (mask, states, seen),
+            (*mask.stride(), mask.shape[1], *tiles, chunks, rows, keys, *call.limits),
             {"MASK": call.mask_kind, "CAUSAL": call.banded, "WINDOW": call.has_window, "BLOCK_M": block_m,
-             "BLOCK_N": block_n, "TILES": max(1, KEYS // block_n)}, num_warps=4,
+             "BLOCK_N": block_n, "TILES": at_once, "LOADED": min(LOADED, block_m),
+             "COUNTED": min(COUNTED, block_m)}, num_warps=4,
+        )  # fmt: skip
+        launch(
+            order_tiles_kernel, (work, 1, 1), (states, order, counts), (tiles[1],),
+            {"BLOCK": ORDERED, "PDL": early(mask.device)}, num_warps=4, **launched_early(mask.device),
         )  # fmt: skip
         return cls(order, counts, seen.flatten(1, 2).expand(call.k.shape[0], -1, keys))
 

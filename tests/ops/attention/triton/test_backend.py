@@ -3,13 +3,15 @@
 They run on a GPU where there is one, in Triton's interpreter elsewhere. agreement.py states the bound.
 """
 
+import itertools
+
 import pytest
 import torch
 
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.triton.kernel_call import KernelCall
-from pasa.ops.attention.triton.prefill.mask_launch import MaskTiles
+from pasa.ops.attention.triton.prefill.mask_launch import ORDERED, MaskTiles
 from tests.inputs import (
     DEVICE,
     HOPPER,
@@ -156,6 +158,57 @@ def test_mask_tiles_are_sorted(causal, kind):
         order = result.order[batch, 0, tile].tolist()
         assert order[: len(whole)] == whole
         assert order[4 - len(torn) :] == torn[::-1]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_more_mask_tiles_than_are_ordered_together(kind):
+    """Whole and torn tiles of several blocks stay in order; some keys are seen only by the last row of the last head.
+
+    The last program has fewer key tiles than the others, and the last tile fewer keys.
+    """
+    tile, rows, keys = 16, 20, 16 * (ORDERED + 9) + 5
+    g = torch.Generator().manual_seed(0)
+    state = torch.randint(3, (2, 2, keys // tile + 1), generator=g).repeat_interleave(tile, 2)[:, :, None, :keys]
+    keep = (state == 2) | ((state == 1) & (torch.rand(2, 2, rows, keys, generator=g) < 0.1))
+    keep[1, 1, rows - 1, keys - 3 :] = True
+    q, k, v = on_device(*normal_qkv((2, 2), (rows, keys), 16, batch=2))
+    keep = keep.to(DEVICE)
+    mask = keep.byte() if kind == "bool" else torch.zeros(keep.shape, device=DEVICE).masked_fill(~keep, -torch.inf)
+    result = MaskTiles.of(KernelCall(q, k, v, 1.0, mask=mask), tile, tile)
+    for batch, head, row in itertools.product(range(2), range(2), range(2)):
+        part = keep[batch, head, tile * row : tile * row + tile]
+        assert torch.equal(result.visible[batch, 2 * head + row].bool(), part.any(0))
+        padded = torch.nn.functional.pad(part, (0, -keys % tile)).unflatten(1, (-1, tile)).transpose(0, 1).flatten(1)
+        whole, seen = padded.all(1), padded.any(1)
+        torn = (seen & ~whole).nonzero().flatten()
+        assert result.counts[batch, head, row].tolist() == [int(whole.sum()), len(torn)]
+        order = result.order[batch, head, row]
+        assert torch.equal(order[: int(whole.sum())], whole.nonzero().flatten().int())
+        assert torch.equal(order[len(order) - len(torn) :], torn.flip(0).int())
+
+
+@pytest.mark.parametrize("shared", [(), (0,), (1,), (2,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16])
+def test_mask_tiles_of_a_mask_that_repeats(shared, dtype):
+    """A mask that is expanded along batch, heads or rows has the tiles of one that is written out."""
+    q, k, v = on_device(*normal_qkv((2, 2), (50, 150), 16, batch=2))
+    shape = [1 if axis in shared else size for axis, size in enumerate((2, 2, 50, 150))]
+    keep = torch.rand(shape, generator=torch.Generator().manual_seed(len(shared))) > 0.02
+    keep[..., :64] = True
+    keep[..., 64:96] = False
+    mask = (keep.byte() if dtype == torch.bool else torch.zeros(shape).half().masked_fill(~keep, -torch.inf)).to(DEVICE)
+    full = mask.expand(2, 2, 50, 150)
+    one, other = (MaskTiles.of(KernelCall(q, k, v, 1.0, mask=x), 32, 32) for x in (full, full.contiguous()))
+    strides = one.strides()
+    for batch, head, row in itertools.product(range(2), range(2), range(2)):
+        at = batch * strides[0] + head * strides[1] + row
+        whole, torn = counts = one.counts.flatten(0, 2)[at].tolist()
+        assert counts == other.counts[batch, head, row].tolist()
+        lists = one.order.flatten(0, 2)[at], other.order[batch, head, row]
+        assert torch.equal(*(each[:whole] for each in lists))
+        assert torch.equal(*(each[len(each) - torn :] for each in lists))
+    by_row = [each.visible.unflatten(1, (-1, 2)) for each in (one, other)]
+    assert torch.equal(by_row[0].expand_as(by_row[1]), by_row[1])
 
 
 @pytest.mark.parametrize("name", ["exact", "paper"])
