@@ -12,6 +12,7 @@ MATH = "ops/attention/triton/tile_math.py"
 OF_ANCHORS = "tests/ops/attention/sdpa/test_anchors.py::"
 OF_SDPA = "tests/ops/attention/sdpa/test_backend.py::"
 OF_GUARD = "tests/ops/attention/triton/test_guard.py::"
+OF_SEEN_KEYS = "tests/ops/attention/triton/test_seen_keys.py::"
 OF_NPU = "tests/ops/attention/sdpa/test_npu.py::"
 
 DEFINITION = OF_SDPA + "test_results_are_those_of_the_definition[device-True-((4, 2), (50, 300), 32, 2)]"
@@ -41,6 +42,27 @@ FUSED = [
         "tl.where(b_any > 0, 0, 1)",
         "tl.where(b_any > 0, 0, 0)",
         OF_GUARD + "test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0",
+    ),
+    mutant(
+        "keys that a later batch entry sees count for the first entry",
+        GUARD,
+        "p_byte = p_seen + o_pair // heads * keys + o_n",
+        "p_byte = p_seen + o_n",
+        OF_SEEN_KEYS + "test_the_keys_that_some_row_sees_are_found_with_the_bias",
+    ),
+    mutant(
+        "rows beyond the last one see keys",
+        GUARD,
+        "b_seen = tl.where(m_seen & m_tile, 1, 0)",
+        "b_seen = tl.where(m_seen, 1, 0)",
+        OF_SEEN_KEYS + "test_the_keys_that_some_row_sees_are_found_with_the_bias",
+    ),
+    mutant(
+        "the keys that some row sees are not looked for with the bias",
+        "ops/attention/triton/guard/launch.py",
+        "k, anchors = shift_columns(kernel_call, seen) if anchored",
+        "k, anchors = shift_columns(kernel_call, None) if anchored",
+        OF_SEEN_KEYS + "test_masked_out_keys_enter_no_anchor",
     ),
     mutant(
         "an anchor of keys that differ by a factor of four",

@@ -109,7 +109,7 @@ def _repeated(call: Call) -> Repeated:
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         if by_cudnn and kept and cudnn_allowed():
-            bias, empty = kept[0].bias.run(others[0]) if kept[0].bias is not None else (None, None)
+            bias, empty, _ = kept[0].bias.run(others[0]) if kept[0].bias is not None else (None, None, None)
             out, lse = call_cudnn(q, k, v, bias, causal, scale)
             if kept[0].run(out, lse, q, k, v, *((others[0], empty) if others else ())):
                 return _laid_out(out, tokens_first), lse.contiguous()

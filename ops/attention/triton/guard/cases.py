@@ -31,9 +31,13 @@ NVIDIA_CASES = [
     ),
     *(
         make_case(
-            bias_kernel, f"bias_{mask}", {"MASK": mask, "BLOCK_M": 8, "BLOCK_N": 512}, architectures=ARCHITECTURES
+            bias_kernel,
+            f"bias_{mask}" + "_and_keys" * marks,
+            {"MASK": mask, "MARK_KEYS": marks, "BLOCK_M": 8, "BLOCK_N": 512},
+            architectures=ARCHITECTURES,
         )
         for mask in ("bool", "float")
+        for marks in (False, True)
     ),
     *(
         make_case(

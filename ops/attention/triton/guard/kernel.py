@@ -163,11 +163,13 @@ def shift_columns_kernel(
         tl.store(p_out + D, top, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=["stride_bias", "heads", "rows", "keys", "tiles"])
+# Keys and the stride of the bias are specialised, because only multiples of 16 let a thread load and store 16 bytes.
+@triton.jit(do_not_specialize=["heads", "rows", "tiles"])
 def bias_kernel(
     p_mask,  # (B, H, S, Skv) bytes or FP16
     p_bias,  # (B, H, S, Skv) FP16, rows `stride_bias` apart
     p_empty,  # (B, H, S) bytes: 1 for rows without keys
+    p_seen,  # (B, Skv) bytes, with MARK_KEYS: 0, which become 1 for keys that some row of some head sees
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
@@ -178,10 +180,11 @@ def bias_kernel(
     keys,
     tiles,
     MASK: tl.constexpr,
+    MARK_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write BLOCK_M rows of a mask as numbers to add, and which of them hide all keys."""
+    """Write BLOCK_M rows of a mask as numbers to add, which of them mask out all keys, and which keys they see."""
     o_pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
     o_m = tl.cast(tl.program_id(0) % tiles * BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
     p_row = p_mask + o_pair // heads * stride_mask_b + o_pair % heads * stride_mask_h + o_m * stride_mask_m
@@ -197,7 +200,15 @@ def bias_kernel(
             m_seen = b_mask != -INF
             b_bias = b_mask
         tl.store(p_bias + ((o_pair * rows + o_m) * stride_bias)[:, None] + o_n[None, :], b_bias, mask=m_tile)
-        b_any = tl.maximum(b_any, tl.max(tl.where(m_seen & m_tile, 1, 0), 1))
+        b_seen = tl.where(m_seen & m_tile, 1, 0)
+        b_any = tl.maximum(b_any, tl.max(b_seen, 1))
+        if MARK_KEYS:
+            # Thousands of programs would store the same bytes, in a few cache lines. So a byte that is 1 already is
+            # left alone. The load goes past the L1 cache, which may still hold a 0.
+            p_byte = p_seen + o_pair // heads * keys + o_n
+            b_byte = tl.load(p_byte, mask=o_n < keys, other=1, cache_modifier=".cg")
+            m_new = (tl.max(b_seen, 0) > 0) & (b_byte == 0)
+            tl.store(p_byte, tl.full((BLOCK_N,), 1, tl.uint8), mask=m_new)
     tl.store(p_empty + o_pair * rows + o_m, tl.where(b_any > 0, 0, 1).to(tl.int8), mask=o_m < rows)
 
 

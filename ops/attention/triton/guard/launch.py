@@ -42,16 +42,19 @@ class Bias(NamedTuple):
     launch : Launch
     shape : tuple of int
         Of the mask: (1 or B, 1 or Hq, 1 or Sq, Skv).
+    marks_keys : bool
+        Whether the kernel finds the keys that some row sees.
     expanded : tuple of int
         (B, Hq, Sq, Skv).
     """
 
     launch: Launch
     shape: tuple[int, ...]
+    marks_keys: bool
     expanded: tuple[int, ...]
 
     @classmethod
-    def of(cls, mask: Tensor, expanded: tuple[int, ...]) -> Bias:
+    def of(cls, mask: Tensor, expanded: tuple[int, ...], *, marks_keys: bool = False) -> Bias:
         """Prepare the launch for a mask, bool or FP16, of up to 4 dimensions, whose rows are all keys."""
         mask = _as_bytes(mask).expand((*(1,) * (4 - mask.dim()), *mask.shape[:-1], expanded[3]))
         for axis in range(3):  # a mask may come expanded
@@ -63,17 +66,24 @@ class Bias(NamedTuple):
         tiles, bias, empty = -(-rows // block_m), *_bias_buffers(mask, shape)
         with on_device(mask):
             step = prepared(
-                bias_kernel, (batch * heads * tiles, 1, 1), (mask, bias, empty),
+                bias_kernel, (batch * heads * tiles, 1, 1), (mask, bias, empty, empty),
                 (*mask.stride(), bias.stride(2), heads, rows, keys, tiles),
-                {"MASK": kind, "BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=4,
+                {"MASK": kind, "MARK_KEYS": marks_keys, "BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=4,
             )  # fmt: skip
-        return cls(step, shape, expanded)
+        return cls(step, shape, marks_keys, expanded)
 
-    def run(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias (B, Hq, Sq, Skv), and bytes (B, Hq, Sq): 1 for rows without keys."""
+    def run(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the bias (B, Hq, Sq, Skv), and bytes that are 1 for rows without keys and for keys that are seen.
+
+        The former bytes are (B, Hq, Sq). The latter are (B, Skv), with `marks_keys` only.
+        """
         bias, empty = _bias_buffers(mask, self.shape)
-        self.launch((_as_bytes(mask), bias, empty))
-        return bias.expand(self.expanded), empty.expand(self.expanded[:3])
+        seen = None
+        if self.marks_keys:
+            seen = torch.zeros((self.shape[0], self.shape[3]), dtype=torch.uint8, device=mask.device)
+        self.launch((_as_bytes(mask), bias, empty, empty if seen is None else seen))
+        seen = None if seen is None else seen.expand(self.expanded[0], -1)
+        return bias.expand(self.expanded), empty.expand(self.expanded[:3]), seen
 
 
 def _as_bytes(mask: Tensor) -> Tensor:
@@ -133,23 +143,31 @@ def attend_guarded(
         Look for queries that are not finite, because the fused attention may hide one.
     """
     kernel_call = KernelCall.of(call)
-    k, anchors = shift_columns(kernel_call) if anchored else (call.k, None)
     if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
+        k, anchors = shift_columns(kernel_call, visible_keys(kernel_call)) if anchored else (call.k, None)
         return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept, queries=queries)
-    bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]))
-    added, empty = bias.run(call.mask)
+    bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]), marks_keys=anchored)
+    added, empty, seen = bias.run(call.mask)
+    k, anchors = shift_columns(kernel_call, seen) if anchored else (call.k, None)
     out, lse = fused(call.q, k, call.v, added, False, call.scale)
     return finish(kernel_call, anchors, out, lse, kept, bias, empty, queries=queries)
 
 
-def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
+def shift_columns(call: KernelCall, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return K' (as k), and anchors beside the largest |v| of each column (B, Hkv, 2, D).
 
     Anchors are those of `head_anchors`, and NaN in columns with a key that is not finite.
+
+    Parameters
+    ----------
+    call : KernelCall
+    seen : Tensor (B, Skv), bool or UINT8, optional
+        The keys that some row sees; the others are ignored. None if some row sees each key.
     """
     k, dim, (batch, heads, keys) = call.k, call.k.shape[3], call.k.shape[:3]
-    seen = visible_keys(call)
-    seen_bytes = k if seen is None else seen.contiguous().view(torch.uint8)
+    if seen is not None and seen.stride(1) != 1:
+        seen = seen.contiguous()
+    seen_bytes, stride_seen = (k, 0) if seen is None else (_as_bytes(seen), seen.stride(0))
     shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
     anchors = k.new_empty((batch, heads, 2, dim))
     padded = 1 << (keys - 1).bit_length()
@@ -158,7 +176,7 @@ def shift_columns(call: KernelCall) -> tuple[Tensor, Tensor]:
     splits = -(-keys // block)
     part = torch.empty((batch, heads, splits, 3, dim), dtype=k.dtype, device=k.device)
     slices = batch * heads * -(-dim // width)
-    numbers = *strides_of(k), *strides_of(call.v), 0 if seen is None else keys, heads, keys, splits
+    numbers = *strides_of(k), *strides_of(call.v), stride_seen, heads, keys, splits
     sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
     warps = max(1, min(16, block * width // ELEMENTS))
     with on_device(k):

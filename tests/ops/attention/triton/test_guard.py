@@ -13,7 +13,7 @@ from pasa.ops.attention.call import Call
 from pasa.ops.attention.sdpa import backend, fused
 from pasa.ops.attention.sdpa.anchors import LEAST_KEYS, LEAST_ROWS, LEAST_ROWS_ON_GPU, head_anchors
 from pasa.ops.attention.triton.guard import launch as guard
-from pasa.ops.attention.triton.kernel_call import KernelCall
+from pasa.ops.attention.triton.kernel_call import KernelCall, visible_keys
 from tests.inputs import DEVICE, max_error, normal_qkv, pairwise
 
 HALF_ULP = 2.0**-11
@@ -45,7 +45,8 @@ def biased_call(keys, dim, *, masked=False, strided=False):
 def test_anchors_and_keys_less_them_have_the_bits_of_the_specification(keys, dim, masked):
     call = biased_call(keys, dim, masked=masked, strided=keys % 2 == 1)
     expected = head_anchors(call)
-    shifted, columns = guard.shift_columns(KernelCall.of(call))
+    kernel_call = KernelCall.of(call)
+    shifted, columns = guard.shift_columns(kernel_call, visible_keys(kernel_call))
     anchors, values = columns.unbind(2)
     assert expected.any(-1).all()
     assert torch.equal(anchors.nan_to_num()[:, :, None], expected)
@@ -155,7 +156,7 @@ def test_rows_that_a_kernel_got_right_keep_their_bits():
     out, lse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out[0, 0, 7] = -torch.inf
     lse[0, 1, 9], lse[1, 0, 20] = torch.nan, -torch.inf
-    _, anchors = guard.shift_columns(call)
+    _, anchors = guard.shift_columns(call, None)
     new, new_lse = guard.finish(call, anchors, out.clone(), lse.clone())
     changed = torch.zeros_like(lse, dtype=torch.bool)
     changed[0, 0, 7] = changed[0, 1, 9] = True
