@@ -184,8 +184,8 @@ KERNELS = [
     mutant(
         "short: a value that is not finite does not start the program again",
         SHORT,
-        "(infinite > 0)",
-        "(infinite > 1)",
+        "(infinite == 0)",
+        "(infinite <= 1)",
         FEW_KEYS + "test_bad_numbers_among_short_keys",
     ),
     mutant(
@@ -219,15 +219,15 @@ KERNELS = [
     mutant(
         "short: the keys of the last block alone are measured",
         SHORT,
-        "is_small = is_near(b_far, b_acc, longest, D)",
-        "is_small = is_small",
+        "is_exact = is_near(b_far, b_acc, longest, D)",
+        "is_exact = is_small",
         FEW_KEYS + "test_long_keys_before_short_ones",
     ),
     mutant(
         "short: the last block alone tells whether an anchor rounds",
         SHORT,
-        "is_small = is_near(b_far, b_acc, longest, D)",
-        "is_small = 1",
+        "is_exact = is_near(b_far, b_acc, longest, D)",
+        "is_exact = is_small | 1",
         FEW_KEYS + "test_an_anchor_of_the_last_keys_that_would_round_others",
     ),
     mutant(

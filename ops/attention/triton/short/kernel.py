@@ -242,17 +242,18 @@ def short_kernel(
                 is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
     if WHOLE:
         b_max, b_sum, b_acc = attend_block(b_q, b_k, b_v, m_seen, m_key, b_bias, scale, ratio, MASK, WINDOW, CAP)
+        infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
+        is_exact = (is_small != 0) & (infinite == 0)
     else:
         b_max, b_sum, b_acc, _, b_far = attend_split(
             b_q, b_max, b_sum, b_acc, b_anchor.to(tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
             "head" if CAP == "none" else "none", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
-        is_small = is_near(b_far, b_acc, longest, D)
+        is_exact = is_near(b_far, b_acc, longest, D)
     if CAP == "none":
-        infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
-        if (is_small == 0) | (infinite > 0):
-            b_max, b_sum, b_acc, b_frame, _ = attend_split(
+        if is_exact == 0:
+            b_max, b_sum, b_acc, b_frame, b_far = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
                 tl.zeros((D_PAD,), tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
