@@ -46,15 +46,15 @@ FUSED = [
     mutant(
         "keys that a later batch entry sees count for the first entry",
         GUARD,
-        "p_byte = p_seen + o_pair // heads * keys + o_n",
-        "p_byte = p_seen + o_n",
+        "p_bytes = p_seen + o_pair // heads * keys + tl",
+        "p_bytes = p_seen + tl",
         OF_SEEN_KEYS + "test_the_keys_that_some_row_sees_are_found_with_the_bias",
     ),
     mutant(
         "rows beyond the last one see keys",
         GUARD,
-        "b_seen = tl.where(m_seen & m_tile, 1, 0)",
-        "b_seen = tl.where(m_seen, 1, 0)",
+        "m_seen = m_seen & m_tile\n",
+        "m_seen = m_seen\n",
         OF_SEEN_KEYS + "test_the_keys_that_some_row_sees_are_found_with_the_bias",
     ),
     mutant(

@@ -188,7 +188,7 @@ def bias_kernel(
     o_pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
     o_m = tl.cast(tl.program_id(0) % tiles * BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
     p_row = p_mask + o_pair // heads * stride_mask_b + o_pair % heads * stride_mask_h + o_m * stride_mask_m
-    b_any = tl.zeros((BLOCK_M,), tl.int32)
+    b_any = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, keys, BLOCK_N):
         o_n = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_N)
         m_tile = (o_m < rows)[:, None] & (o_n < keys)[None, :]
@@ -200,15 +200,16 @@ def bias_kernel(
             m_seen = b_mask != -INF
             b_bias = b_mask
         tl.store(p_bias + ((o_pair * rows + o_m) * stride_bias)[:, None] + o_n[None, :], b_bias, mask=m_tile)
-        b_seen = tl.where(m_seen & m_tile, 1, 0)
-        b_any = tl.maximum(b_any, tl.max(b_seen, 1))
+        m_seen = m_seen & m_tile
+        b_any = tl.where(m_seen, 1, b_any)
         if MARK_KEYS:
             # Thousands of programs would store the same bytes, in a few cache lines. So a byte that is 1 already is
-            # left alone. The load goes past the L1 cache, which may still hold a 0.
-            p_byte = p_seen + o_pair // heads * keys + o_n
-            b_byte = tl.load(p_byte, mask=o_n < keys, other=1, cache_modifier=".cg")
-            m_new = (tl.max(b_seen, 0) > 0) & (b_byte == 0)
-            tl.store(p_byte, tl.full((BLOCK_N,), 1, tl.uint8), mask=m_new)
+            # left alone. The load goes past the L1 cache, which may still hold a 0. Each row looks for itself: a
+            # maximum over rows would make threads wait for each other.
+            p_bytes = p_seen + o_pair // heads * keys + tl.broadcast_to(o_n[None, :], (BLOCK_M, BLOCK_N))
+            b_byte = tl.load(p_bytes, mask=m_seen, other=1, cache_modifier=".cg")
+            tl.store(p_bytes, tl.full((BLOCK_M, BLOCK_N), 1, tl.uint8), mask=m_seen & (b_byte == 0))
+    b_any = tl.max(b_any, 1)
     tl.store(p_empty + o_pair * rows + o_m, tl.where(b_any > 0, 0, 1).to(tl.int8), mask=o_m < rows)
 
 
