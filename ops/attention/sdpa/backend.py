@@ -47,8 +47,9 @@ WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as m
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
 STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
 # A single row stays as it is, because cuDNN has a kernel that divides its keys. That kernel is the slower one where the
-# head dimension is larger, and so many heads of keys give work to half of the device anyway (H100).
-SINGLE_DIM, SINGLE_HEADS = 128, 64
+# head dimension is larger and there are at least so many keys, whose heads give work to half of the device anyway
+# (H100). Below a mask it is not.
+SINGLE_DIM, SINGLE_HEADS, SINGLE_KEYS = 128, 64, 256
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
 
@@ -76,9 +77,13 @@ def _may_stack(call: Call) -> bool:
     A tile of cuDNN holds rows of one head, and few rows leave most of it empty. As rows of one head they take as little
     as a sixth of the time.
     """
-    (_, heads, rows, dim), (batch, kv_heads) = call.q.shape, call.k.shape[:2]
-    busy = rows > 1 or (dim > SINGLE_DIM and batch * kv_heads >= SINGLE_HEADS)
-    few, grouped = busy and rows <= STACKED_ROWS, heads > kv_heads
+    (_, heads, rows, dim), (batch, kv_heads, keys) = call.q.shape, call.k.shape[:3]
+    if rows == 1:
+        busy = batch * kv_heads >= SINGLE_HEADS and keys >= SINGLE_KEYS
+        few = busy and dim > SINGLE_DIM and call.mask is None
+    else:
+        few = rows <= STACKED_ROWS
+    grouped = heads > kv_heads
     alike = not call.is_causal and (call.mask is None or all(size == 1 for size in call.mask.shape[-3:-1]))
     return few and grouped and alike and call.sinks is None and call.window == (-1, -1)
 

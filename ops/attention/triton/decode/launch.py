@@ -25,7 +25,7 @@ MERGE_ROW = 65536
 SPLIT_COST = 2
 # More rows than `KernelCall.decodes` allows are cut into tiles of so many, where there are at most a quarter as many
 # tiles as multiprocessors, and at least so many keys.
-TILE_ROWS, IDLE_PART, LONG_KEYS = 64, 4, 2048
+TILE_ROWS, IDLE_PART, LONG_KEYS = 64, 4, 1024
 # The most rows of a tile where the head dimension is above 128: with twice as many, an anchor spills registers, and
 # without one a bias sends every split to the exact pass.
 WIDE_ROWS = 32

@@ -38,10 +38,10 @@ NVIDIA_CASES = [
             short_kernel,
             f"short_d{dim}_{m}x{n}_crowded",
             {"MASK": "none", "CAUSAL": False, "DROPPED": 0, "WHOLE": stages == 1} | sizes_of(dim, m, n),
-            options={"num_warps": 4, "num_stages": stages, "maxnreg": 128},
+            options={"num_warps": 4, "num_stages": stages, "maxnreg": registers},
             architectures=[80, 90],
             stack=2000,
         )
-        for dim, m, n, stages in ((128, 16, 16, 1), (128, 16, 32, 2))
+        for dim, m, n, stages, registers in ((128, 16, 16, 1, 128), (128, 16, 32, 2, 168))
     ),
 ]

@@ -22,9 +22,9 @@ ONE_WARP, MANY = 2048, 16
 # rows or a head dimension above 128. On Hopper the second four would read rows that a tile of 64 rows does not have.
 WIDE = 4096
 ROWS = 16  # of the smallest tile
-REGISTERS = (
-    168  # of a thread, where programs wait for others: three run on a multiprocessor then, and two without limit
-)
+# Of a thread, where programs wait for others: four of small tiles run on a multiprocessor then, or three of larger
+# ones, which would spill more of their registers (H100).
+REGISTERS, MORE_REGISTERS = 128, 168
 
 
 def is_short(call: KernelCall) -> bool:
@@ -90,7 +90,9 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     pairs, rows_of_group = rows_of(call)
     tile, crowded = tile_for(pad, call.keys, pairs, rows_of_group, places_for(call))
     tiles = -(-rows_of_group // tile.block_m)
-    limit = at_most(REGISTERS, call.q.device) if crowded and pad <= 128 else {}
+    small = max(tile.block_m, tile.block_n) * pad <= ONE_WARP
+    registers = REGISTERS if small else MORE_REGISTERS
+    limit = at_most(registers, call.q.device) if crowded and pad <= 128 else {}
     launch(
         short_kernel, (pairs * tiles, 1, 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,

@@ -443,18 +443,33 @@ def test_queries_of_a_group_are_rows_of_one_head_where_they_see_the_same_keys(
         assert max_error(lse, expected_lse) <= 1e-4
 
 
-@pytest.mark.parametrize(("dim", "kv_heads", "stacked"), [(160, 32, True), (160, 31, False), (128, 32, False)])
-def test_single_rows_of_a_wide_group_are_rows_of_one_head_where_heads_are_many(dim, kv_heads, stacked, monkeypatch):
-    """Story: for 16 x 32 heads of 192 over 8 x 16,384 keys, cuDNN took 649 us, and takes 529 us for rows of a head."""
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "keys", "masked", "stacked"),
+    [
+        (160, 32, 256, False, True),
+        (160, 31, 256, False, False),
+        (128, 32, 256, False, False),
+        (160, 32, 255, False, False),
+        (160, 32, 256, True, False),
+    ],
+)
+def test_single_rows_of_a_wide_group_are_rows_of_one_head_where_heads_are_many(
+    dim, kv_heads, keys, masked, stacked, monkeypatch
+):
+    """Story: for 16 x 32 heads of 192 over 8 x 16,384 keys, cuDNN took 649 us, and takes 529 us for rows of a head.
+
+    Below a mask, or over 64 keys, it took longer for rows of a head.
+    """
     seen = []
     monkeypatch.setattr(backend, "_triton_guard", lambda device: attend_guarded)
     monkeypatch.setattr(backend, "_attend_dense", noting(backend._attend_dense, seen))
     plans._plans.clear()
-    q, k, v = normal_qkv((2 * kv_heads, kv_heads), (1, 20), dim, batch=2)
-    out, _ = attend(q, k, v)
+    q, k, v = normal_qkv((2 * kv_heads, kv_heads), (1, keys), dim, batch=2)
+    mask = (torch.arange(keys) > 5)[None, None, None] if masked else None
+    out, _ = attend(q, k, v, attn_mask=mask)
     plans._plans.clear()
     assert seen[0] == ((2, kv_heads, 2, dim) if stacked else (2, 2 * kv_heads, 1, dim))
-    assert max_error(out, pasa.golden_attention(q, k, v)[0]) <= 4 * HALF_ULP
+    assert max_error(out, pasa.golden_attention(q, k, v, attn_mask=mask)[0]) <= 4 * HALF_ULP
 
 
 def noting(function, seen):

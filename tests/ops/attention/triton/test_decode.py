@@ -139,12 +139,12 @@ def test_one_pass_serves_these_data(shape, kind, passes):
 
 
 PROMPTS = {  # heads, lengths, head dimension, options
-    "one head": ((1, 1), (150, 2100), 64, {}),
-    "heads that share a tile": ((3, 1), (70, 2050), 32, {"is_causal": True}),
-    "more rows than a band leaves keys": ((1, 1), (250, 2048), 16, {"is_causal": True}),
-    "masked": ((2, 1), (100, 2100), 64, {"left padding": 1900}),
-    "two key heads": ((4, 2), (33, 2048), 80, {}),
-    "a wide head": ((1, 1), (100, 2048), 160, {"is_causal": True}),
+    "one head": ((1, 1), (150, 1100), 64, {}),
+    "heads that share a tile": ((3, 1), (70, 1030), 32, {"is_causal": True}),
+    "more rows than a split has keys": ((1, 1), (250, 1024), 16, {"is_causal": True}),
+    "masked": ((2, 1), (100, 1100), 64, {"left padding": 950}),
+    "two key heads": ((4, 2), (33, 1024), 80, {}),
+    "a wide head": ((1, 1), (100, 1024), 160, {"is_causal": True}),
 }
 
 
@@ -163,10 +163,10 @@ def test_a_few_tiles_of_a_prompt_divide_their_keys(prompt, kind, passes):
 @pytest.mark.parametrize(
     ("heads", "lengths", "how"),
     [
-        ((5, 1), (64, 2048), {}),
-        ((1, 1), (64, 2047), {}),
-        ((1, 1), (64, 2048), {"window": (100, 0)}),
-        ((1, 1), (64, 2048), {"config": PasaConfig(batch_invariant=True)}),
+        ((5, 1), (64, 1024), {}),
+        ((1, 1), (64, 1023), {}),
+        ((1, 1), (64, 1024), {"window": (100, 0)}),
+        ((1, 1), (64, 1024), {"config": PasaConfig(batch_invariant=True)}),
     ],
     ids=["busy", "short", "window", "batch-invariant"],
 )
