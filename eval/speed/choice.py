@@ -1,7 +1,9 @@
 """Find out from runs of the benchmark which of our backends serves a shape faster, and check what is chosen.
 
 `pasa/ops/measured.py` reads the table that `measurements` makes. The choice may not depend on data, so where a kernel's
-time does, it is measured on N(0, 1) and on biased data. The backend is chosen whose worst slowdown is smaller.
+time does, it is measured on N(0, 1) and on biased data. What counts first is the attention that a caller had: a backend
+that on both is as fast as the fastest SDPA kernel, or nearly (`NEARLY`), is chosen before one that is not. Otherwise it
+is the one whose worst slowdown against the other is smaller.
 
 cuDNN, which `sdpa` calls, prepares each new shape for `PLANNING_MS`, and the calls of a language model have a new shape
 for every prompt and every token. There it has to save that time in `CALLS` calls, on the data where it saves most,
@@ -25,6 +27,7 @@ BACKENDS = {"pasa": "triton", GUARDED: "sdpa"}
 """Implementations of the benchmark, and the backends that they measure."""
 PREFERRED, OTHER = BACKENDS.values()
 MARGIN = 1.05  # readings of one kernel differ by up to 5 % between runs
+NEARLY = 0.95  # of the speed of the fastest SDPA kernel
 PLANNING_MS = 40.0  # of the host, at least, for which cuDNN prepares its first call with a shape (H100, cuDNN 9.19)
 CALLS = 40  # with a shape, in a language model: about the layers that a prompt or a token goes through
 DATA = {"randn": "", "channels": " biased"}  # kinds of data, and how the ways of running on them are named
@@ -50,18 +53,29 @@ def shape_of(case: Record) -> Shape:
     )
 
 
-def verdict(ratios: Mapping[str, float], rows: int = 1, *, captured: bool = False) -> str:
+def verdict(
+    ratios: Mapping[str, float],
+    rows: int = 1,
+    *,
+    captured: bool = False,
+    behind: Mapping[str, Mapping[str, float]] | None = None,
+) -> str:
     """Return the backend whose worst slowdown is smaller; empty if they differ by no more than the margin.
 
-    `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured. Times in a
-    graph are those of the device. They count where a graph captures the call, and for prompts (`rows`): the host
-    enqueues one layer while the device runs another. In eager decoding each token waits for the host.
+    `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured, and `behind`
+    for each backend and way its time over that of the fastest SDPA kernel, if one was measured. Times in a graph are
+    those of the device. They count where a graph captures the call, and for prompts (`rows`): the host enqueues one
+    layer while the device runs another. In eager decoding each token waits for the host.
     """
     if not ratios:
         return ""
     ratios = _deciding(ratios, rows, captured)
     slowdown_of_preferred = max(1.0, *ratios.values())
     slowdown_of_other = max(1.0, *(1 / each for each in ratios.values()))
+    if behind is not None:
+        preferred, other = (max(behind[each][how] for how in ratios) for each in (PREFERRED, OTHER))
+        if min(preferred, other) * NEARLY <= 1 < max(preferred, other) * NEARLY:
+            slowdown_of_preferred, slowdown_of_other = preferred, other
     if slowdown_of_preferred > MARGIN * slowdown_of_other:
         return OTHER
     return PREFERRED if slowdown_of_other > MARGIN * slowdown_of_preferred else ""
@@ -108,13 +122,27 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
                 environment for how in ratios for _, environment in (records[how, each] for each in BACKENDS.values())
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
-            eagerly, in_graph = (verdict(ratios, shape.rows, captured=each) for each in (False, True))
+            behind = _behind(ways, records)
+            eagerly, in_graph = (verdict(ratios, shape.rows, captured=each, behind=behind) for each in (False, True))
             deciding = _deciding(ratios, shape.rows, False)
             saved = max(records[how, PREFERRED][0]["median_ms"] * (1 - 1 / ratio) for how, ratio in deciding.items())
             if eagerly == OTHER and has_new_lengths(shape) and saved < PLANNING_MS / CALLS:
                 eagerly = PREFERRED
             result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
     return result
+
+
+def _behind(
+    ways: Sequence[str], records: Mapping[tuple[str, str], tuple[Record, Record]]
+) -> dict[str, dict[str, float]] | None:
+    """Return the time of each backend over that of the fastest SDPA kernel beside it, or None if one had none."""
+    behind: dict[str, dict[str, float]] = {PREFERRED: {}, OTHER: {}}
+    for (each, found), how in product(behind.items(), ways):
+        speeds = [speed for name in ("to_cudnn", "to_flash") if (speed := records[how, each][0].get(name))]
+        if not speeds:
+            return None
+        found[how] = 1 / min(speeds)
+    return behind
 
 
 def _comparable(one: tuple[Record, Record], two: tuple[Record, Record]) -> bool:
@@ -139,6 +167,6 @@ def wrong(run: Record, table: Sequence[Measurement] | None = None) -> list[str]:
         if (better := each.best(captured)) not in ("", chosen):
             times = ", ".join(f"{ratio:.2f} {how}" for how, ratio in each.ratios.items())
             new = " with new lengths" if not captured and has_new_lengths(each.shape) else ""
-            said = f"{chosen} is chosen {'in a graph' if captured else 'eagerly'}, although {better} is faster{new}"
+            said = f"{chosen} is chosen {'in a graph' if captured else 'eagerly'}, although {better} loses less{new}"
             lines.append(f"{each.case}: {said} (speed of {OTHER} over {PREFERRED}: {times})")
     return lines
