@@ -1,11 +1,40 @@
-"""Mutants of the gates of `pasa bench speed --random`."""
+"""Mutants of plans, of the choice by measurement, and of the gates of `pasa bench speed --random`."""
 
 from tests.mutants.kernels import mutant
 
+PLANS = "ops/plans.py"
+CHOICE = "eval/speed/choice.py"
 RANDOM = "eval/speed/random_run.py"
+OWN_PLAN = "tests/ops/test_plans.py::test_a_call_that_differs_has_a_plan_of_its_own"
+OF_CHOICE = "tests/eval/speed/test_choice.py::test_the_attention_that_a_caller_had_counts_first"
 OF_RANDOM = "tests/eval/speed/test_random.py::"
+GEOMETRY = "x.shape", "x.stride()", "x.dtype", "x.device", "x.data_ptr() % 16"
 
 SPEED = [
+    *(
+        mutant(
+            f"calls of another {name} follow the same plan",
+            PLANS,
+            "(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)",
+            "(" + ", ".join(each for each in GEOMETRY if each != kept_out) + ")",
+            f"{OWN_PLAN}[{name}]",
+        )
+        for name, kept_out in (("strides", "x.stride()"), ("dtype", "x.dtype"), ("alignment", "x.data_ptr() % 16"))
+    ),
+    mutant(
+        "captured calls follow the plans of others",
+        PLANS,
+        "*REPEATED[op].values(), captured",
+        "*REPEATED[op].values()",
+        "tests/ops/test_plans.py::test_a_captured_call_has_a_plan_of_its_own",
+    ),
+    mutant(
+        "a backend that is slower than SDPA on some data is chosen where it is fast on other data",
+        CHOICE,
+        "if behind is not None:\n        preferred",
+        "if behind is None:\n        preferred",
+        f"{OF_CHOICE}[triton0-sdpa0-sdpa]",
+    ),
     mutant(
         "the gate of the 1st percentile looks at the median",
         RANDOM,

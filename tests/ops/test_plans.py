@@ -2,13 +2,14 @@
 
 import dataclasses
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pasa
-from pasa.ops import devices, plans, recording, registry
+from pasa.ops import devices, operators, plans, recording, registry
 from pasa.ops.attention.sdpa import fused
 from pasa.ops.attention.spec import pages
 from pasa.ops.attention.triton import backend as triton_backend
@@ -200,6 +201,56 @@ def test_autograd_and_modes_see_calls_that_have_plans():
     if DEVICE == "cpu":
         mapped = torch.func.vmap(lambda x: pasa.attention(x, k, v, backend="triton"))(q.detach()[None])
         assert torch.equal(mapped[0], expected)
+
+
+def moved(x):
+    """Return the same numbers 2 bytes behind an address that is a multiple of 16."""
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].view(x.shape).copy_(x)
+
+
+def rows_apart(x):
+    """Return the same numbers with rows that lie further apart."""
+    return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+
+CHANGES = {
+    "shape": lambda q, k, v, how: (q, k[:, :, :-1].contiguous(), v[:, :, :-1].contiguous(), how),
+    "strides": lambda q, k, v, how: (q, rows_apart(k), v, how),
+    "alignment": lambda q, k, v, how: (q, k, moved(v), how),
+    "dtype": lambda q, k, v, how: (q.float(), k.float(), v.float(), how),
+    "scale": lambda q, k, v, how: (q, k, v, how | {"scale": 0.5}),
+    "causal": lambda q, k, v, how: (q, k, v, how | {"is_causal": True}),
+    "mask": lambda q, k, v, how: (q, k, v, how | {"attn_mask": torch.arange(k.shape[2], device=k.device) > 40}),
+    "options": lambda q, k, v, how: (q, k, v, how | {"config": pasa.PasaConfig(softmax="unbiased")}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_that_differs_has_a_plan_of_its_own(change):
+    """Kernels are compiled for these: an aligned address is read 16 bytes at a time, for example."""
+    given = [x.half().to(DEVICE) for x in normal_qkv((4, 2), (2, 300), 64)]
+    how = {"backend": "triton", "return_lse": True}
+    other = CHANGES[change](*given, how)
+    expected = pasa.attention(*other[:3], **other[3])
+    plans._plans.clear()
+    pasa.attention(*given, **how)
+    assert len(kept()) == 1
+    for _ in range(2):
+        results = pasa.attention(*other[:3], **other[3])
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert len(kept()) == 2
+
+
+def test_a_captured_call_has_a_plan_of_its_own(monkeypatch):
+    """Another backend may serve a call while a graph is captured."""
+    q, k, v = (x.half().to(DEVICE) for x in normal_qkv((4, 2), (1, 300), 64))
+    key = partial(plans._key, operators._op, ("a scale",))
+    before = key((q, k, v))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert key((q, k, v)) != before
+    assert key((None, None, q)) != key((None, None, k))  # gradients may be missing
 
 
 def test_the_number_of_plans_is_limited(monkeypatch):
