@@ -68,16 +68,19 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int) -> tuple[T
     # many small tiles, where all of them run at once or, over few keys, soon (H100)
     most = 2 * places if keys <= 2 * BLOCK else places
     block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= most], default=block_m)
-    width = BLOCK // 2 if keys > BLOCK or pad > 128 else BLOCK
-    block_n = max(16, 1 << (min(keys, width) - 1).bit_length())
     count = programs(pairs, rows, block_m)
     crowded = count > 2 * places
+    wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each
+    block_n = max(16, 1 << (min(keys, BLOCK if wide else BLOCK // 2) - 1).bit_length())
+    whole = keys <= block_n
+    eight = pad > 128 or (rows <= ROWS and whole)
     warps = 4
     if places and programs(pairs, rows, BLOCK) > MANY * places and max(block_m, block_n) * pad <= ONE_WARP:
         warps = 1
-    elif count <= places and block_m < BLOCK and (rows <= ROWS or pad > 128) and max(block_m, block_n) * pad >= WIDE:
+    elif count <= places and block_m < BLOCK and eight and max(block_m, block_n) * pad >= WIDE:
         warps = 8
-    stages = 1 if keys <= block_n else 2 if crowded or pad > 128 else 3  # copies: in 99 KiB of shared memory (sm_89)
+    # copies of K and V: in 99 KiB of shared memory (sm_89)
+    stages = 1 if whole else 2 if crowded or block_n * pad > BLOCK * BLOCK else 3
     return Tile(block_m, block_n, warps, stages), crowded
 
 

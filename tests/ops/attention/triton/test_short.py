@@ -95,7 +95,7 @@ def test_small_tiles_where_all_run_at_once():
     large, crowded = tile_for(128, 200, 64, 256, 132)
     assert (small.block_m, small.warps, small.stages) == (16, 4, 3)
     wide, _ = tile_for(256, 100, 4, 256, 132)
-    decoding, _ = tile_for(128, 200, 8, 1, 132)
+    decoding, _ = tile_for(128, 60, 8, 1, 132)
     assert (wide.warps, decoding.warps) == (8, 8)  # eight where few rows, or wide ones, leave four waiting
     assert (middle.block_m, large.block_m, crowded) == (32, 64, False)
     over_few_keys, _ = tile_for(128, 128, 16, 256, 132)  # two a multiprocessor
@@ -104,12 +104,31 @@ def test_small_tiles_where_all_run_at_once():
     assert (alone.block_m, waits) == (64, True)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(1, 100), (3, 292)])
+@pytest.mark.parametrize(
+    ("pad", "keys", "pairs", "expected"),
+    [
+        (64, 200, 8, (64, 4, 3)),
+        (128, 200, 8, (64, 4, 2)),  # 3 stages of 32 KiB are more than 99 KiB with the rest
+        (128, 200, 300, (32, 4, 2)),  # programs wait for others, which need shared memory, too
+        (256, 200, 8, (32, 8, 2)),
+        (64, 60, 8, (64, 8, 1)),
+    ],
+)
+def test_few_rows_take_few_steps(pad, keys, pairs, expected):
+    tile, _ = tile_for(pad, keys, pairs, 4, 132)
+    assert (tile.block_n, tile.warps, tile.stages) == expected
+    assert 2 * tile.stages * 2 * tile.block_n * pad <= 96 * 1024
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 134), (3, 292)])
 def test_long_keys_before_short_ones(rows, keys):
-    """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats."""
+    """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats.
+
+    The first block has none but long keys, so its own anchor makes them short.
+    """
     q, k, v = normal_qkv((2, 1), (rows, keys), 64)
     q[..., :8] = 400
-    k[..., :-36, :8] = 400
+    k[..., :-70, :8] = 400
     check(q, k, v, "exact")
 
 
