@@ -231,6 +231,20 @@ KERNELS = [
         FEW_KEYS + "test_an_anchor_of_the_last_keys_that_would_round_others",
     ),
     mutant(
+        "split: keys before the windows of a tile count in it",
+        "ops/attention/triton/split_kernel.py",
+        "tl.min(tl.where(m_row, o_query, 2147483647), 0) + diagonal - span",
+        "diagonal - span",
+        FEW_KEYS + "test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile[64]",
+    ),
+    mutant(
+        "short: an anchor may be so small that its unit is infinite",
+        SHORT,
+        "tl.abs(b_anchor) >= LEAST_ANCHOR",
+        "tl.abs(b_anchor) >= 0.0",
+        FEW_KEYS + "test_a_column_of_small_steady_keys_needs_no_other_anchors[0.005]",
+    ),
+    mutant(
         "short: other sequences decide on the kernel of a call that must not depend on them",
         "ops/attention/triton/short/launch.py",
         "0 if call.options.batch_invariant else processors",

@@ -16,8 +16,10 @@ from pasa.ops.attention.triton.tile_math import (
 )
 
 FP32_MAX = tl.constexpr(3.4028234e38)
-# The square of a product from here on overflows in FP16, also after two roundings.
+# In FP16, x * x is infinite from x = 256 on. A factor that should give 256.25 gives at least 256 after the factor and
+# the product are rounded.
 OVERFLOWS = tl.constexpr(256.25)
+LEAST_ANCHOR = tl.constexpr(2.0**-6)  # |a| / 2 and 2 OVERFLOWS / |a| must be FP16 numbers (`column_units`)
 FAR_ROWS = tl.constexpr(16)  # equal rows in which the matrix unit sums squares: no product of it has fewer
 
 
@@ -25,8 +27,8 @@ FAR_ROWS = tl.constexpr(16)  # equal rows in which the matrix unit sums squares:
 def unit_of_squares(longest):
     """Return the unit, in FP16, in which the lengths of keys are squared. longest: largest norm of a query, in nats.
 
-    FP16 holds 256^2 units of the longest key within the bound; a longer key has a score that may err by more than 1
-    nat.
+    A key at the bound has length 1 in this unit. FP16 squares overflow from 256 on, where a score may err by more than
+    1 nat.
     """
     return tl.minimum(tl.maximum(longest / ANCHOR_LIMIT, 2.0**-8), 2.0**15).to(tl.float16)
 
@@ -36,8 +38,9 @@ def column_units(b_anchor, unit):
     """Return the unit and the weight of each column in FP16, for anchors (D,) in FP16.
 
     In a column with an anchor, the unit is so short that squares overflow from |a| / 2 on. Below it k is between a / 2
-    and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k. Weights undo the shorter unit. They are
-    rounded up, which adds less than 2^-7 for each column.
+    and 3 a / 2, so k - a is exact (Sterbenz's lemma) and no longer than k. Weights undo the shorter unit. A weight gets
+    2^-24 more before it is rounded, so a subnormal one is never too small. This adds less than 2^-7 for each column.
+    `highest_square` allows for the rounding of the others.
     """
     b_half = tl.abs(b_anchor.to(tl.float32)) * 0.5
     b_unit = tl.where(b_half == 0.0, unit, tl.maximum(unit.to(tl.float32), OVERFLOWS / b_half)).to(tl.float16)
@@ -57,7 +60,7 @@ def highest_square(longest, unit, D: tl.constexpr):
 
 @triton.jit
 def is_near(b_far, b_acc, longest, D: tl.constexpr):
-    """Test what the fast pass leaves: scores are within the bound, and all sums of values are finite."""
+    """Return whether the fast pass is exact: all scores are within the bound, and all sums of values are finite."""
     highest = highest_square(longest, unit_of_squares(longest), D)
     far = tl.max(tl.max(tl.where(b_far <= highest, 0, 1), 1), 0)
     infinite = tl.max(tl.max(tl.where(tl.abs(b_acc) < INF, 0, 1), 1), 0)
@@ -126,7 +129,7 @@ def attend_split(
             m_key = m_key & (o_n <= tl.max(tl.where(m_row, o_query, 0), 0) + diagonal)
         if WINDOW:
             m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
-            m_key = m_key & (o_n >= diagonal - span)
+            m_key = m_key & (o_n >= tl.min(tl.where(m_row, o_query, 2147483647), 0) + diagonal - span)
         if MASK != "none":
             b_bias = b_ahead.to(tl.float32)
             m_ahead = m_row[:, None] & (o_n + BLOCK_N < end)[None, :]

@@ -22,10 +22,10 @@ NVIDIA_CASES = [
         for arch, rows, dim, mask in (
             (89, 32, 128, "none"),
             (89, 32, 256, "none"),
-            (89, 128, 256, "none"),
             (90, 16, 128, "bool"),
             (90, 32, 128, "none"),
-            (90, 64, 256, "none"),
+            (90, 32, 256, "none"),
+            (90, 64, 128, "none"),
             (90, 128, 128, "none"),
         )
         for exact, tile in zip((False, True), decode_tiles(f"sm_{arch}", dim, rows), strict=True)

@@ -37,8 +37,8 @@ def load_queries(
     o_d = tl.arange(0, D_PAD)
     o_head = kv_head * group + o_m // rows
     o_query = o_m % rows
-    p_tile = p_q + batch * stride_qb + (o_head * stride_qh + o_query * stride_qm)[:, None] + o_d[None, :]
-    b_q = tl.load(p_tile, mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
+    p_rows = p_q + batch * stride_qb + o_head * stride_qh + tl.cast(o_query, tl.int64) * stride_qm
+    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=(o_m < group * rows)[:, None] & (o_d < D)[None, :], other=0.0)
     tl.debug_barrier()  # the loads of the caller are waited for from here on, together
     b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
     b_wide = b_q.to(tl.float32)
@@ -129,7 +129,8 @@ def decode_kernel(
     )
     p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
-    p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h + o_query * stride_mask_m
+    p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h
+    p_masks += tl.cast(o_query, tl.int64) * stride_mask_m
     # keys that all rows see in whole blocks, then the others
     diagonal = keys - rows
     if WINDOW:
@@ -158,10 +159,10 @@ def decode_kernel(
         )  # fmt: skip
         mark = 2
     else:
-        # With 64 rows of 256, an anchor spills registers (1.3 KiB for each thread on sm_89).
-        SHIFT: tl.constexpr = "head" if CAP == "none" and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
+        SHIFT: tl.constexpr = "head" if CAP == "none" else "none"
         if SHIFT == "head":
-            p_mask += batch * stride_mask_b + kv_head * group * stride_mask_h + (rows - 1) * stride_mask_m
+            p_mask += batch * stride_mask_b + kv_head * group * stride_mask_h
+            p_mask += tl.cast(rows - 1, tl.int64) * stride_mask_m
             b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
             b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_mask, keys, stride_mask_n, MASK), longest)
         if MASK == "none":

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.triton.decode.kernel import decode_kernel, merge_kernel
 from pasa.ops.attention.triton.decode.lanes_kernel import decode_lanes_kernel
 from pasa.ops.attention.triton.decode.tile_math import LONG
-from pasa.ops.attention.triton.kernel_call import DECODE_TILE, KernelCall, step_of, strides_of
+from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import early, launch, launched_early, workspace
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
@@ -23,11 +23,12 @@ MERGE_TILE = 4096  # elements of O that a program of the merge holds: 32 for eac
 MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
-# More rows than `KernelCall.decodes` allows are cut into tiles of so many, where there are at most a quarter as many
-# tiles as multiprocessors, and at least so many keys.
-TILE_ROWS, IDLE_PART, LONG_KEYS = 64, 4, 1024
-# The most rows of a tile where the head dimension is above 128: with twice as many, an anchor spills registers, and
-# without one a bias sends every split to the exact pass.
+# Keys are divided for calls with more rows than `KernelCall.decodes` allows, too, if tiles of so many rows would occupy
+# at most this part of the multiprocessors, and there are at least so many keys. 8 heads of 256 rows over 8,192 keys
+# take 0.4 to 0.9 of the time (H100).
+TILE_ROWS, OCCUPIED_PART, LONG_KEYS = 64, 4, 1024
+# The most rows of a tile where the head dimension is above 128. With twice as many, an anchor spills registers, and
+# without one a bias sends every split to the exact pass, which takes 3.5 times as long (H100).
 WIDE_ROWS = 32
 
 # Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, twice as
@@ -74,14 +75,22 @@ def tiles_of(call: KernelCall, block_m: int) -> int:
     return call.q.shape[0] * call.k.shape[1] * -(-call.group * call.q.shape[2] // block_m)
 
 
-def divides_keys(call: KernelCall) -> bool:
-    """Return whether `decode` serves a call: with few rows, or with so few tiles of rows that most programs would wait.
+def rows_of_tile(call: KernelCall) -> int:
+    """Return the most rows in a tile, of those that share a key head."""
+    together = call.group * call.q.shape[2]
+    if pad_dim(call.q.shape[-1]) > 128:
+        return min(together, WIDE_ROWS)
+    return together if call.decodes else min(together, TILE_ROWS)
 
-    Not where nothing may depend on other sequences: those decide how much of the device is idle.
+
+def divides_keys(call: KernelCall) -> bool:
+    """Return whether `decode` serves a call: with few rows, or with so few tiles that much of the device is idle.
+
+    Batch-invariant calls do not count tiles, because that number depends on the batch.
     """
     if call.decodes or call.cu_q is not None or call.options.batch_invariant:
         return call.decodes
-    few = tiles_of(call, TILE_ROWS) <= processors(call.q.device) // IDLE_PART
+    few = tiles_of(call, TILE_ROWS) <= processors(call.q.device) // OCCUPIED_PART
     return few and call.keys >= LONG_KEYS and not call.has_window
 
 
@@ -92,12 +101,7 @@ def decode(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     lane = keys_of_a_lane(device_architecture(call.q.device), pad)
     if lane and call.mask is None and call.group * rows <= 16 and not (call.has_window or call.softcap):
         return merge(call, _lanes(call, lane))
-    together = call.group * rows
-    if pad > 128:
-        together = min(together, WIDE_ROWS)
-    elif together > DECODE_TILE:
-        together = TILE_ROWS
-    tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, together)
+    tile, exact_tile = decode_tiles(device_architecture(call.q.device), pad, rows_of_tile(call))
     tiles = tiles_of(call, tile.block_m)
     blocks = -(-call.k.shape[2] // tile.block_n)
     if call.options.batch_invariant:

@@ -7,6 +7,7 @@ same. README.md, "Decoding", says what it must fulfil.
 import triton
 import triton.language as tl
 
+from pasa.ops.attention.triton.split_kernel import LEAST_ANCHOR
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 SAMPLES = tl.constexpr(16)  # keys from which the anchor of a head is chosen
@@ -116,5 +117,4 @@ def anchor_of_samples(b_k, m_seen):
     m_near = m_seen[:, None] & (tl.abs(b_k - anchor[None, :]) <= NEAR * tl.abs(anchor)[None, :])
     seen = tl.sum(tl.where(m_seen, 1, 0), 0)
     steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, SAMPLES // 2)
-    # half of an anchor must be an FP16 number, and so must 512.5 divided by an anchor be (lanes_kernel.py)
-    return tl.where(steady & (tl.abs(anchor) >= 2.0**-6), anchor, 0.0)
+    return tl.where(steady & (tl.abs(anchor) >= LEAST_ANCHOR), anchor, 0.0)

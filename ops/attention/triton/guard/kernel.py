@@ -184,7 +184,7 @@ def bias_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write BLOCK_M rows of a mask as numbers to add, which of them mask out all keys, and which keys they see."""
+    """Write BLOCK_M rows of a mask as numbers to add, mark rows without keys, and mark keys that some row sees."""
     o_pair = tl.cast(tl.program_id(0) // tiles, tl.int64)
     o_m = tl.cast(tl.program_id(0) % tiles * BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
     p_row = p_mask + o_pair // heads * stride_mask_b + o_pair % heads * stride_mask_h + o_m * stride_mask_m
@@ -204,8 +204,8 @@ def bias_kernel(
         b_any = tl.where(m_seen, 1, b_any)
         if MARK_KEYS:
             # Thousands of programs would store the same bytes, in a few cache lines. So a byte that is 1 already is
-            # left alone. The load goes past the L1 cache, which may still hold a 0. Each row looks for itself: a
-            # maximum over rows would make threads wait for each other.
+            # left alone. The load goes past the L1 cache, which may still hold a 0. Each row stores its own
+            # bytes: a maximum over rows would make threads wait for each other.
             p_bytes = p_seen + o_pair // heads * keys + tl.broadcast_to(o_n[None, :], (BLOCK_M, BLOCK_N))
             b_byte = tl.load(p_bytes, mask=m_seen, other=1, cache_modifier=".cg")
             tl.store(p_bytes, tl.full((BLOCK_M, BLOCK_N), 1, tl.uint8), mask=m_seen & (b_byte == 0))

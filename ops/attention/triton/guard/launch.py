@@ -73,9 +73,9 @@ class Bias(NamedTuple):
         return cls(step, shape, marks_keys, expanded)
 
     def run(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the bias (B, Hq, Sq, Skv), and bytes that are 1 for rows without keys and for keys that are seen.
+        """Return the bias (B, Hq, Sq, Skv), bytes (B, Hq, Sq), and None or bytes (B, Skv) with `marks_keys`.
 
-        The former bytes are (B, Hq, Sq). The latter are (B, Skv), with `marks_keys` only.
+        Bytes are 1 for rows without keys, and for keys that some row sees.
         """
         bias, empty = _bias_buffers(mask, self.shape)
         seen = None

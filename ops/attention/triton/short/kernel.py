@@ -9,7 +9,7 @@ a number is not finite, the program starts again, and each block gets an anchor.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
+from pasa.ops.attention.triton.split_kernel import FAR_ROWS, LEAST_ANCHOR, attend_split, is_near
 from pasa.ops.attention.triton.tile_math import (
     ANCHOR_LIMIT,
     FP16_MAX,
@@ -113,7 +113,8 @@ def outermost(low, high, other_low, other_high):
 def middle_of(b_k, m_key, WHOLE: tl.constexpr):
     """Return the anchor (D,) FP16 of the keys (N, D) that a row sees; 0 in columns where it may round a key.
 
-    Unless WHOLE, there are others: they may lie beyond these by a quarter of what these span.
+    Unless WHOLE, there are others: they may lie beyond these by a quarter of what these span. `column_units` then needs
+    anchors that are not too small.
     """
     b_low = tl.where(m_key[:, None], b_k, INF).to(tl.float16)
     b_high = tl.where(m_key[:, None], b_k, -INF).to(tl.float16)
@@ -121,7 +122,8 @@ def middle_of(b_k, m_key, WHOLE: tl.constexpr):
     low = low.to(tl.float32)
     high = high.to(tl.float32)
     beyond = 0.0 if WHOLE else (high - low) * 0.25
-    return middle_anchor(low - beyond, high + beyond)
+    b_anchor = middle_anchor(low - beyond, high + beyond)
+    return b_anchor if WHOLE else tl.where(tl.abs(b_anchor) >= LEAST_ANCHOR, b_anchor, 0.0).to(tl.float16)
 
 
 @triton.jit
@@ -245,12 +247,13 @@ def short_kernel(
         infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
         is_exact = (is_small != 0) & (infinite == 0)
     else:
-        b_max, b_sum, b_acc, _, b_far = attend_split(
+        b_max, b_sum, b_acc, b_frame, b_far = attend_split(
             b_q, b_max, b_sum, b_acc, b_anchor.to(tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
             "head" if CAP == "none" else "none", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
-        is_exact = is_near(b_far, b_acc, longest, D)
+        if CAP == "none":
+            is_exact = is_near(b_far, b_acc, longest, D)
     if CAP == "none":
         if is_exact == 0:
             b_max, b_sum, b_acc, b_frame, b_far = attend_split(

@@ -160,6 +160,22 @@ def test_a_few_tiles_of_a_prompt_divide_their_keys(prompt, kind, passes):
     assert passes.splits > 4
 
 
+@pytest.mark.parametrize("far", ["mask", "queries"])
+def test_rows_of_a_prompt_may_lie_far_apart(far, passes):
+    """Offsets of rows pass 2^31. Story: a product of two 32-bit numbers wrapped, and rows were read from elsewhere."""
+    (q, k, v), stride = (x.half() for x in normal((1, 1), (130, 1024), 16)), 2**24 + 16
+    mask = torch.rand(130, 1024, generator=torch.Generator().manual_seed(0)) < 0.5
+    golden, _ = pasa.golden_attention(q, k, v, attn_mask=mask)
+    apart = torch.empty(129 * stride + 1024, dtype=torch.bool if far == "mask" else torch.float16, device=DEVICE)
+    if far == "mask":
+        mask = apart.as_strided((130, 1024), (stride, 1)).copy_(mask)
+    else:
+        q = apart.as_strided((1, 1, 130, 16), (0, 0, stride, 1)).copy_(q)
+    out = pasa.attention(*(x.to(DEVICE) for x in (q, k, v)), attn_mask=mask.to(DEVICE), backend="triton")
+    assert passes.splits > 3
+    assert max_error(out.cpu(), golden) <= 2.0**-9
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "how"),
     [

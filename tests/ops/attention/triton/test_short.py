@@ -78,6 +78,32 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
         pasa.attention(q, k, v, backend="triton")
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
+@pytest.mark.parametrize("small", [0.0, 0.005, 0.03])
+def test_a_column_of_small_steady_keys_needs_no_other_anchors(small, monkeypatch):
+    """Story: its anchor gave a unit beyond FP16, and all keys of a biased call counted as rounded."""
+    monkeypatch.delattr(split_kernel, "anchored_scores")
+    q, k, v = normal_qkv((1, 1), (16, 128), 64)
+    q, k = q + 20, k + 300
+    k[..., 5] = small
+    check(q, k, v, "exact")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile(dim):
+    """The first row alone sees key 46. Story: rows of all tiles got other anchors where that key is long."""
+    q, k, v = normal_qkv((1, 1), (64, 150), dim)
+    q, k = q + 100, k + 300
+    q[..., dim // 2 :] *= -1
+    results = []
+    for far in (300.0, 65504.0):
+        k[:, :, 46] = far
+        with short_prompts(True):
+            tensors = on_device(q, k, v)
+            results.append(pasa.attention(*tensors, window=(40, 0), backend="triton", return_lse=True))
+    assert all(torch.equal(a[:, :, 16:], b[:, :, 16:]) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("batch", [1, 70])
 def test_a_prompt_is_short_where_its_tiles_run_soon(batch):
     """The other sequences decide on it, unless the call must not depend on them."""
