@@ -24,11 +24,10 @@ MERGE_ROW = 65536
 # Overhead of a split (queries, anchor, its share of the merge), in blocks of 128 keys.
 SPLIT_COST = 2
 # Keys are divided for calls with more rows than `KernelCall.decodes` allows, too, if tiles of so many rows would occupy
-# at most this part of the multiprocessors, and there are at least so many keys. 8 heads of 256 rows over 8,192 keys
-# take 0.4 to 0.9 of the time (H100).
+# at most a quarter of the multiprocessors, and there are at least so many keys.
 TILE_ROWS, OCCUPIED_PART, LONG_KEYS = 64, 4, 1024
 # The most rows of a tile where the head dimension is above 128. With twice as many, an anchor spills registers, and
-# without one a bias sends every split to the exact pass, which takes 3.5 times as long (H100).
+# without one a bias sends every split to the exact pass.
 WIDE_ROWS = 32
 
 # Batch-invariant calls split the keys of a sequence by its length alone: into splits of at least so many keys, twice as

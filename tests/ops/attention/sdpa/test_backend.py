@@ -456,7 +456,7 @@ def test_queries_of_a_group_are_rows_of_one_head_where_they_see_the_same_keys(
 def test_single_rows_of_a_wide_group_are_rows_of_one_head_where_heads_are_many(
     dim, kv_heads, keys, masked, stacked, monkeypatch
 ):
-    """Story: for 16 x 32 heads of 192 over 8 x 16,384 keys, cuDNN took 649 us, and takes 529 us for rows of a head.
+    """Story: for 16 x 32 heads of 192 over 8 x 16,384 keys, cuDNN took 646 us, and takes 529 us for rows of a head.
 
     Below a mask, or over 64 keys, it took longer for rows of a head.
     """

@@ -117,13 +117,17 @@ def check(q, k, v, how, padding=0, ratio=1.1):
     assert float((lse - golden_lse).abs().max()) <= 1e-3 + rounding
 
 
+def without_padding(how):
+    """Return the options of a call, and how many keys a mask hides to the left."""
+    return {name: value for name, value in how.items() if name != "left padding"}, how.get("left padding", 0)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_serves_these_data(shape, kind, passes):
     """No split is attended to twice, whatever all keys share, and however far the scores spread."""
     heads, lengths, dim, how = SHAPES[shape]
-    padding = how.get("left padding", 0)
-    how = {name: value for name, value in how.items() if name != "left padding"}
+    how, padding = without_padding(how)
     q, k, v = normal(heads, lengths, dim)
     q, k = KINDS[kind](q, k)
     if padding:
@@ -153,8 +157,7 @@ PROMPTS = {  # heads, lengths, head dimension, options
 def test_a_few_tiles_of_a_prompt_divide_their_keys(prompt, kind, passes):
     """Four tiles of 64 rows on a GPU of 16 multiprocessors, of which 12 waited for them before."""
     heads, lengths, dim, how = PROMPTS[prompt]
-    padding = how.get("left padding", 0)
-    how = {name: value for name, value in how.items() if name != "left padding"}
+    how, padding = without_padding(how)
     q, k, v = normal(heads, lengths, dim)
     check(*KINDS[kind](q, k), v, how, padding)
     assert passes.splits > 4
