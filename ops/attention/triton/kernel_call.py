@@ -19,6 +19,7 @@ FULL = 2**10  # rows of a call that no tile is cut for
 DECODE_TILE = 128  # the most query rows of all heads that share a key head
 PAGE_SPAN = 2**31  # kernels count the elements of a page with signed 32-bit integers
 STEP = 8  # FP16 numbers in the 16 bytes that a thread loads at a time
+SEEN = 16  # Triton sees by itself which numbers are multiples of 16
 WIDEST = 2**29  # keys on an unlimited side of a window: kernels add both sides to key numbers with 32 bits
 LOW_CAP = 1024.0  # the largest cap that can lose 2^-23 of itself: 2^-13 nats, a quarter of an FP16 weight's rounding
 LARGEST_RATIO = 2.0**64  # the least product of FP16 numbers other than 0 is 2^-48, so its tanh is 1 already
@@ -258,10 +259,15 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
 
 
 def step_of(*tensors: Tensor) -> int:
-    """Return the STEP of kernels that read or write these tensors: a number that divides all strides but the last."""
+    """Return the STEP of kernels that read or write these tensors: a number that divides all strides but the last.
+
+    It is 1 as well where Triton sees by itself what they are multiples of.
+    """
     if tensors[0].device.type == "npu":
         return 1
-    return STEP if all(stride % STEP == 0 for x in tensors for stride in x.stride()[:-1]) else 1
+    steps = [stride for x in tensors for stride in x.stride()[:-1]]
+    seen = all(step % SEEN == 0 for step in steps)
+    return STEP if not seen and all(step % STEP == 0 for step in steps) else 1
 
 
 def visible_keys(call: KernelCall) -> Tensor | None:

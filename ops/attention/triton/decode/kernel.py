@@ -124,10 +124,16 @@ def decode_kernel(
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
     m_row = tile * BLOCK_M + tl.arange(0, BLOCK_M) < group * rows
+    SHIFT: tl.constexpr = "block" if EXACT else "head" if CAP == "none" else "none"
+    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
+    if SHIFT == "head":  # these are waited for together with the queries
+        p_last = p_mask + batch * stride_mask_b + kv_head * group * stride_mask_h
+        p_last += tl.cast(rows - 1, tl.int64) * stride_mask_m
+        b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
+        m_sample = seen_samples(p_last, keys, stride_mask_n, MASK)
     b_q, o_head, o_query, longest = load_queries(
         p_q, batch, kv_head, tile, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
-    p_keys = p_k + batch * stride_kb + kv_head * stride_kh
     p_values = p_v + batch * stride_vb + kv_head * stride_vh
     p_masks = p_mask + batch * stride_mask_b + o_head * stride_mask_h
     p_masks += tl.cast(o_query, tl.int64) * stride_mask_m
@@ -155,16 +161,12 @@ def decode_kernel(
         b_max, b_sum, b_acc, b_first, b_far = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, begin, end,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+            SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
         )  # fmt: skip
         mark = 2
     else:
-        SHIFT: tl.constexpr = "head" if CAP == "none" else "none"
         if SHIFT == "head":
-            p_mask += batch * stride_mask_b + kv_head * group * stride_mask_h
-            p_mask += tl.cast(rows - 1, tl.int64) * stride_mask_m
-            b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
-            b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_mask, keys, stride_mask_n, MASK), longest)
+            b_first = choose_anchor(b_sample.to(tl.float32), m_sample, longest)
         if MASK == "none":
             b_max, b_sum, b_acc, b_first, b_far = attend_split(
                 b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, begin, whole,

@@ -33,9 +33,18 @@ def load_block(p_x, o_n, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
+def load_mask(p_masks, o_n, m_row, end, stride_mask_n, MASK: tl.constexpr):
+    """Load what a mask says of the keys o_n (N,) for each row (M, N); 0 without a mask."""
+    b_mask = 0.0
+    if MASK != "none":
+        p_tile = p_masks[:, None] + (tl.cast(o_n, tl.int64) * stride_mask_n)[None, :]
+        b_mask = tl.load(p_tile, mask=(o_n < end)[None, :] & m_row[:, None], other=0)
+    return b_mask
+
+
+@triton.jit
 def seen_keys(
-    p_masks, o_n, o_query, m_row, end, diagonal, span, stride_mask_n, MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    b_mask, o_n, o_query, m_row, end, diagonal, span, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return which of the keys o_n (N,) each row sees (M, N), which some row sees (N,), and what a mask adds (M, N)."""
     m_key = o_n < end  # a row sees all of them, unless there is a mask or a window
@@ -46,8 +55,7 @@ def seen_keys(
     if WINDOW:
         m_seen = m_seen & (o_n[None, :] >= o_query[:, None] + diagonal - span)
     if MASK != "none":
-        p_tile = p_masks[:, None] + (tl.cast(o_n, tl.int64) * stride_mask_n)[None, :]
-        b_bias = tl.load(p_tile, mask=m_seen, other=0).to(tl.float32)
+        b_bias = b_mask.to(tl.float32)
         m_seen = m_seen & ((b_bias != 0.0) if MASK == "bool" else (b_bias != -INF))
     if MASK != "none" or WINDOW:
         m_key = tl.max(tl.where(m_seen, 1, 0), 0) > 0
@@ -96,10 +104,9 @@ def larger(one, other):
 
 
 @triton.jit
-def are_bounded(b_squares, b_longest, m_row, scale):
-    """Return whether scores stay within `ANCHOR_LIMIT` in all rows, by squared norms of queries (M,) and keys (N,)."""
-    m_good = tl.sqrt(tl.reduce(b_longest, 0, larger) * b_squares) * scale <= ANCHOR_LIMIT  # not so if one is NaN
-    return tl.min(tl.where(m_good | (m_row == 0), 1, 0), 0)
+def are_bounded(b_squares, longest):
+    """Return whether scores stay within `ANCHOR_LIMIT`, by |k|^2 (N,) and the largest norm of a query, in nats."""
+    return tl.sqrt(tl.reduce(b_squares, 0, larger)) * longest <= ANCHOR_LIMIT  # not so if one is NaN
 
 
 @triton.jit
@@ -124,6 +131,12 @@ def middle_of(b_k, m_key, WHOLE: tl.constexpr):
     beyond = 0.0 if WHOLE else (high - low) * 0.25
     b_anchor = middle_anchor(low - beyond, high + beyond)
     return b_anchor if WHOLE else tl.where(tl.abs(b_anchor) >= LEAST_ANCHOR, b_anchor, 0.0).to(tl.float16)
+
+
+@triton.jit
+def without_infinities(b_q):
+    """Return queries (M, D) with NaN for each infinity."""
+    return tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
 
 
 @triton.jit
@@ -214,15 +227,16 @@ def short_kernel(
         diagonal += right
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
-    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    # All loads are on their way before the first is waited for: queries, which every warp gets from the others, are last.
     o_last = tl.maximum(end - BLOCK_N, 0) + tl.arange(0, BLOCK_N)
     b_k = load_block(p_keys, o_last, end, stride_kn, D, D_PAD)
-    if WHOLE:  # early, so that it arrives with the keys
+    if WHOLE:
         b_v = load_block(p_values, o_last, end, stride_vn, D, D_PAD)
-    b_q = tl.where(tl.abs(b_q.to(tl.float32)) <= FP16_MAX, b_q, float("nan")).to(tl.float16)
-    m_seen, m_key, b_bias = seen_keys(
-        p_masks, o_last, o_query, m_row, end, diagonal, span, stride_mask_n, MASK, CAUSAL, WINDOW
-    )
+    b_mask = load_mask(p_masks, o_last, m_row, end, stride_mask_n, MASK)
+    b_q = tl.load(p_rows[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    if CAP != "none":  # otherwise the restart does so: an infinite query exceeds the bound
+        b_q = without_infinities(b_q)
+    m_seen, m_key, b_bias = seen_keys(b_mask, o_last, o_query, m_row, end, diagonal, span, MASK, CAUSAL, WINDOW)
     b_max = tl.full((BLOCK_M,), -INF, tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
@@ -233,15 +247,14 @@ def short_kernel(
     is_small = scale > 0.0
     if CAP == "none":
         b_wide = b_q.to(tl.float32)
-        b_squares = tl.sum(b_wide * b_wide, 1)
-        longest = tl.sqrt(tl.max(b_squares, 0)) * scale
-        is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
+        longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
+        is_small = are_bounded(squared_norms(b_k, m_key), longest)
         if is_small == 0:
             b_anchor = middle_of(b_k, m_key, WHOLE)
             b_shift = shift_of(b_q, b_anchor)
             if WHOLE:
                 b_k = b_k - b_anchor[None, :]
-                is_small = are_bounded(b_squares, squared_norms(b_k, m_key), m_row, scale)
+                is_small = are_bounded(squared_norms(b_k, m_key), longest)
     if WHOLE:
         b_max, b_sum, b_acc = attend_block(b_q, b_k, b_v, m_seen, m_key, b_bias, scale, ratio, MASK, WINDOW, CAP)
         infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)
@@ -256,11 +269,13 @@ def short_kernel(
             is_exact = is_near(b_far, b_acc, longest, D)
     if CAP == "none":
         if is_exact == 0:
-            b_max, b_sum, b_acc, b_frame, b_far = attend_split(
+            EACH: tl.constexpr = min(BLOCK_N, 64)  # keys of an anchor: with more, registers spill
+            b_q = without_infinities(b_q)
+            b_max, b_sum, b_acc, b_frame, b_none = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
-                tl.zeros((D_PAD,), tl.float32), b_far, p_keys, p_values, p_masks, o_query, m_row, 0, end,
-                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-                "block", True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+                tl.zeros((D_PAD,), tl.float32), tl.zeros((FAR_ROWS, EACH), tl.float32), p_keys, p_values, p_masks,
+                o_query, m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n,
+                p_k, 0, 0, "block", True, MASK, CAUSAL, D, D_PAD, EACH, 0, WINDOW, CAP,
             )  # fmt: skip
             b_shift = shift_of(b_q, b_frame)
     nats = b_max if MASK == "float" else b_max * scale

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import at_most, launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
-from pasa.ops.attention.triton.tiles import Tile, pad_dim, processors
+from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
 DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
 # Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
 # dimension is above 128. Beyond, kernels of two passes are as fast (H100).
 PROMPT_KEYS = 256
-BLOCK = 64  # keys, and rows, that a program holds at a time, at most
+BLOCK = 64  # keys, and rows, that a program holds at a time, where there are more programs or rows
+# Keys that a program of few rows holds at a time, so that it waits for memory once: where it has a multiprocessor for
+# itself, or where two programs share one. K and V take 4 bytes an element of shared memory, of which sm_89 has 99 KiB.
+ALONE_KEYS, SHARED_KEYS = 256, 128
+HELD, HELD_BY_LESS = 2**15, 2**14  # elements of K
 PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where programs of many rows wait for others
 # The most elements of a tile of Q or K that one warp holds, where there are so many programs for each multiprocessor
 # that they hide each other's waiting. Four warps have a quarter of the code, which a short call loads first.
@@ -59,16 +64,24 @@ def programs(pairs: int, rows: int, block_m: int) -> int:
     return pairs * -(-rows // block_m)
 
 
-def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int) -> tuple[Tile, bool]:
+def held(device: torch.device) -> int:
+    """Return the most elements of K that a program can hold beside as many of V."""
+    return HELD_BY_LESS if device_architecture(device) == "sm_89" else HELD
+
+
+def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int, held: int) -> tuple[Tile, bool]:
     """Return the tile, and whether programs wait for others.
 
-    For a padded head dimension, the keys, the results of `rows_of`, and that of `places_for`.
+    For a padded head dimension, the keys, and the results of `rows_of`, `places_for` and `held`.
     """
     block_m = max(ROWS, 1 << (min(rows, tallest(pad)) - 1).bit_length())
     # many small tiles, where all of them run at once or, over few keys, soon (H100)
     most = 2 * places if keys <= 2 * BLOCK else places
     block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= most], default=block_m)
     count = programs(pairs, rows, block_m)
+    together = ALONE_KEYS if count <= places else SHARED_KEYS if count <= 2 * places and pad <= 128 else 0
+    if block_m == ROWS and BLOCK < keys <= min(together, held // pad):
+        return Tile(ROWS, 1 << (keys - 1).bit_length(), 8 if count <= places else 4, 1), False
     crowded = count > 2 * places
     wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each
     block_n = max(16, 1 << (min(keys, BLOCK if wide else BLOCK // 2) - 1).bit_length())
@@ -91,7 +104,7 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     out, lse = call.outputs()
     top = call.row_maxima(lse)
     pairs, rows_of_group = rows_of(call)
-    tile, crowded = tile_for(pad, call.keys, pairs, rows_of_group, places_for(call))
+    tile, crowded = tile_for(pad, call.keys, pairs, rows_of_group, places_for(call), held(call.q.device))
     tiles = -(-rows_of_group // tile.block_m)
     small = max(tile.block_m, tile.block_n) * pad <= ONE_WARP
     registers = REGISTERS if small else MORE_REGISTERS

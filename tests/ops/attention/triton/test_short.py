@@ -114,36 +114,57 @@ def test_a_prompt_is_short_where_its_tiles_run_soon(batch):
         assert not is_short(KernelCall.of(alone))
 
 
+H100 = 132, 2**15  # multiprocessors, and elements of K that a program can hold
+
+
 def test_small_tiles_where_all_run_at_once():
     """Tiles are the smallest that all find a free multiprocessor; a call that must not depend on that has none."""
-    small, _ = tile_for(128, 200, 8, 256, 132)
-    middle, _ = tile_for(128, 200, 16, 256, 132)
-    large, crowded = tile_for(128, 200, 64, 256, 132)
+    small, _ = tile_for(128, 300, 8, 256, *H100)
+    middle, _ = tile_for(128, 200, 16, 256, *H100)
+    large, crowded = tile_for(128, 200, 64, 256, *H100)
     assert (small.block_m, small.warps, small.stages) == (16, 4, 3)
-    wide, _ = tile_for(256, 100, 4, 256, 132)
-    decoding, _ = tile_for(128, 60, 8, 1, 132)
+    wide, _ = tile_for(256, 100, 2, 256, *H100)
+    decoding, _ = tile_for(128, 60, 8, 1, *H100)
     assert (wide.warps, decoding.warps) == (8, 8)  # eight where few rows, or wide ones, leave four waiting
     assert (middle.block_m, large.block_m, crowded) == (32, 64, False)
-    over_few_keys, _ = tile_for(128, 128, 16, 256, 132)  # two a multiprocessor
+    over_few_keys, _ = tile_for(128, 128, 16, 256, *H100)  # two a multiprocessor
     assert (over_few_keys.block_m, over_few_keys.warps) == (16, 4)
-    alone, waits = tile_for(128, 200, 1, 256, 0)
+    alone, waits = tile_for(128, 200, 1, 256, 0, H100[1])
     assert (alone.block_m, waits) == (64, True)
 
 
 @pytest.mark.parametrize(
     ("pad", "keys", "pairs", "expected"),
     [
-        (64, 200, 8, (64, 4, 3)),
-        (128, 200, 8, (64, 4, 2)),  # 3 stages of 32 KiB are more than 99 KiB with the rest
+        (64, 300, 8, (64, 4, 3)),
+        (128, 300, 8, (64, 4, 2)),  # 3 stages of 32 KiB are more than 99 KiB with the rest
         (128, 200, 300, (32, 4, 2)),  # programs wait for others, which need shared memory, too
         (256, 200, 8, (32, 8, 2)),
         (64, 60, 8, (64, 8, 1)),
     ],
 )
 def test_few_rows_take_few_steps(pad, keys, pairs, expected):
-    tile, _ = tile_for(pad, keys, pairs, 4, 132)
+    tile, _ = tile_for(pad, keys, pairs, 4, *H100)
     assert (tile.block_n, tile.warps, tile.stages) == expected
     assert 2 * tile.stages * 2 * tile.block_n * pad <= 96 * 1024
+
+
+@pytest.mark.parametrize(
+    ("pad", "keys", "pairs", "held", "expected"),
+    [
+        (64, 200, 8, 2**14, (256, 8, 1)),
+        (128, 200, 8, 2**15, (256, 8, 1)),
+        (128, 200, 8, 2**14, (64, 4, 2)),  # K and V would take 128 KiB
+        (128, 65, 8, 2**14, (128, 8, 1)),
+        (256, 100, 8, 2**15, (128, 8, 1)),
+        (64, 100, 200, 2**15, (128, 4, 1)),  # two programs share a multiprocessor
+        (64, 200, 200, 2**15, (64, 4, 3)),
+    ],
+)
+def test_a_program_alone_on_its_multiprocessor_holds_all_keys(pad, keys, pairs, held, expected):
+    tile, _ = tile_for(pad, keys, pairs, 4, 132, held)
+    assert (tile.block_n, tile.warps, tile.stages) == expected
+    assert 4 * tile.stages * tile.block_n * pad <= (96 if held == 2**14 else 160) * 1024
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 134), (3, 292)])
