@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
-from pasa.ops.attention.triton.decode.tile_math import SAMPLES, choose_anchor, load_sample
+from pasa.ops.attention.triton.decode.tile_math import SAMPLES, anchor_of_samples, are_long, load_sample
 from pasa.ops.attention.triton.split_kernel import (
     FAR_ROWS,
     FP32_MAX,
@@ -55,8 +55,8 @@ def locate_lanes(p_table, start, keys, HIDES: tl.constexpr, LANES: tl.constexpr,
 
 @triton.jit
 def attend_lanes(
-    b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, begin, end, step, keys, diagonal, scale,
-    longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
+    b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, framed, o_query, begin, end, step, keys, diagonal,
+    scale, longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
     ANCHORED: tl.constexpr, HIDES: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def attend_lanes(
     This is b_max, b_sum (L, M) and b_acc (L, M, D). b_worst (L, M, N) is the largest score of keys that fail a bound.
     It is infinite if the score may err by more than 1 nat, for a key or value that is not finite, and for a difference
     k - a that may be rounded. b_q (M, D); longest: largest norm of a query, in nats. p_frame: a, in memory so that the
-    loop can load it in the layout of the dot.
+    loop can load it in the layout of the dot; 0, and not loaded, unless `framed`.
     """
     o_d = tl.arange(0, D_PAD)
     m_d = o_d < D
@@ -82,7 +82,7 @@ def attend_lanes(
     factor = scale * LOG2_E
     unit = unit_of_squares(longest)
     if ANCHORED:
-        b_anchor = tl.load(p_frame + o_d, mask=m_d, other=0.0)
+        b_anchor = tl.load(p_frame + o_d, mask=m_d & (framed > 0), other=0.0)
         b_unit, b_weight = column_units(b_anchor, unit)
         b_weights = tl.broadcast_to(b_weight[None, None, :], (LANES, BLOCK_M, D_PAD))
         b_anchor = b_anchor[None, :, None]
@@ -161,6 +161,17 @@ def store_lanes(
 
 
 @triton.jit
+def touch_block(p_x, start, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load a number of each cache line of BLOCK_N keys or values, so that the L2 cache has the lines soon."""
+    LINE: tl.constexpr = 64  # FP16 numbers in a cache line
+    PARTS: tl.constexpr = (D_PAD + LINE - 1) // LINE
+    o_line = tl.arange(0, BLOCK_N * PARTS)
+    o_n = start + o_line // PARTS
+    o_d = o_line % PARTS * LINE
+    tl.load(p_x + tl.cast(o_n, tl.int64) * stride_n + o_d, mask=(o_n < end) & (o_d < D), other=0.0, volatile=True)
+
+
+@triton.jit
 def attend_program(
     p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split, splits,
     seen_by_all, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
@@ -176,6 +187,13 @@ def attend_program(
     slot = tl.program_id(0) * LANES
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, D_PAD)
+    step = splits * BLOCK
+    begin = tl.where(o_split < splits, o_split * BLOCK, keys)
+    if PAGE == 0:
+        for turn in tl.static_range(2):
+            touch_block(p_keys, begin + turn * step, keys, stride_kn, D, D_PAD, BLOCK)
+            touch_block(p_values, begin + turn * step, keys, stride_vn, D, D_PAD, BLOCK)
+        tl.debug_barrier()  # before the next lines wait for anything
     b_sample = load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
@@ -185,21 +203,22 @@ def attend_program(
     # the anchor
     o_lane = tl.arange(0, LANES)
     framed = 0
-    b_left = b_sample.to(tl.float32)
-    if ANCHORED:
-        anchor = choose_anchor(b_left, tl.arange(0, SAMPLES) < keys, longest)
-        framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
-        o_frame = o_lane[:, None] * D + o_d[None, :]
-        b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
-        tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
-        b_left -= anchor[None, :]
-        tl.debug_barrier()  # other threads of the program read it
-    # Nothing is gained by a pass in which most keys fail; NaN fails nothing here, and the loop finds it.
-    b_fails = tl.where(tl.sqrt(tl.sum(b_left * b_left, 1)) * longest > ANCHOR_LIMIT, 1, 0)
-    good = tl.sum(b_fails, 0) <= SAMPLES // 2
+    fails = 0
+    if are_long(b_sample, longest):
+        b_left = b_sample.to(tl.float32)
+        if ANCHORED:
+            anchor = anchor_of_samples(b_left, tl.arange(0, SAMPLES) < keys)
+            framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
+            o_frame = o_lane[:, None] * D + o_d[None, :]
+            b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)
+            tl.store(p_frame + o_frame, b_frame, mask=(o_frame >= 0) & (o_d < D)[None, :])
+            b_left -= anchor[None, :]
+            tl.debug_barrier()  # other threads of the program read it
+        # Nothing is gained by a pass in which most keys fail; NaN fails nothing here, and the loop finds it.
+        b_norms = tl.sqrt(tl.sum(b_left * b_left, 1)) * longest
+        fails = tl.sum(tl.where(b_norms > ANCHOR_LIMIT, 1, 0), 0)
+    good = fails <= SAMPLES // 2
     # blocks in turn, first those that all rows see
-    step = splits * BLOCK
-    begin = tl.where(o_split < splits, o_split * BLOCK, keys)
     whole = seen_by_all // BLOCK * BLOCK
     rest = whole + (o_split + splits - whole // BLOCK % splits) % splits * BLOCK
     rest = tl.where(o_split < splits, rest, keys)
@@ -209,13 +228,13 @@ def attend_program(
     b_acc = tl.zeros((LANES, BLOCK_M, D_PAD), tl.float32)
     b_worst = tl.full((LANES, BLOCK_M, BLOCK_N), -INF, tl.float32)
     b_max, b_sum, b_acc, b_worst = attend_lanes(
-        b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, begin, tl.where(good, whole, begin),
-        step, keys, diagonal, scale, longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
-        ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
+        b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, framed, o_query, begin,
+        tl.where(good, whole, begin), step, keys, diagonal, scale, longest, stride_kn, stride_vn, p_table, stride_kp,
+        stride_vp, ANCHORED, False, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
     )  # fmt: skip
     if good & (rest < keys):
         b_max, b_sum, b_acc, b_worst = attend_lanes(
-            b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, o_query, rest, keys,
+            b_q, b_max, b_sum, b_acc, b_worst, p_keys, p_values, p_frame, framed, o_query, rest, keys,
             step, keys, diagonal, scale, longest, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
             ANCHORED, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip

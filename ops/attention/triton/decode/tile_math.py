@@ -88,15 +88,25 @@ def mean_of_third(b_k, m_seen, third):
 
 
 @triton.jit
+def are_long(b_k, longest):
+    """Return whether keys like the samples b_k (SAMPLES, D) may need an anchor; if not, half the bound holds for each.
+
+    longest: largest norm of a query, in nats. The largest square of each column counts, which takes one sum over all
+    columns where norms would take SAMPLES. NaN does not count.
+    """
+    b_top = tl.max(tl.abs(b_k), 0).to(tl.float32) * longest
+    return tl.sum(b_top * b_top, 0) > (0.5 * ANCHOR_LIMIT) * (0.5 * ANCHOR_LIMIT)
+
+
+@triton.jit
 def choose_anchor(b_k, m_seen, longest):
     """Return an anchor (D,) of FP16 numbers for keys like most of the samples b_k (SAMPLES, D), in FP32.
 
     It is 0 everywhere if scores are small anyway. m_seen (SAMPLES,); longest: largest norm of a query, in nats. Keys
     must be tested against the anchor.
     """
-    square = tl.max(tl.sum(tl.where(m_seen[:, None], b_k * b_k, 0.0), 1), 0)
     anchor = tl.zeros_like(tl.max(b_k, 0))
-    if tl.sqrt(square) * longest > 0.5 * ANCHOR_LIMIT:
+    if are_long(tl.where(m_seen[:, None], b_k, 0.0), longest):
         anchor = anchor_of_samples(b_k, m_seen)
     return anchor
 

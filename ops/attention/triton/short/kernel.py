@@ -26,10 +26,15 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def load_block(p_x, o_n, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Load keys or values (N, D_PAD) with the indices o_n, 0 from `end` on."""
+    """Load keys or values (N, D_PAD) with the indices o_n; from `end` on, the last one before it again and again."""
     o_d = tl.arange(0, D_PAD)
-    m_x = (o_n < end)[:, None] & (o_d < D)[None, :]
-    return tl.load(p_x + (tl.cast(o_n, tl.int64) * stride_n)[:, None] + o_d[None, :], mask=m_x, other=0.0)
+    o_n = tl.minimum(o_n, tl.maximum(end - 1, 0))
+    p_x += (tl.cast(o_n, tl.int64) * stride_n)[:, None] + o_d[None, :]
+    if D < D_PAD:
+        b_x = tl.load(p_x, mask=(o_d < D)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_x)
+    return b_x
 
 
 @triton.jit
@@ -91,10 +96,13 @@ def attend_block(
 
 
 @triton.jit
-def squared_norms(b_k, m_key):
-    """Return |k|^2 (N,): 0 for keys that no row sees, NaN or infinite if a number of the key is."""
+def squared_norms(b_k, m_key, HIDES: tl.constexpr):
+    """Return |k|^2 (N,): with HIDES, 0 for keys that no row sees; NaN or infinite if a number of the key is."""
     b_wide = b_k.to(tl.float32)
-    return tl.where(m_key, tl.sum(b_wide * b_wide, 1), 0.0)
+    b_squares = tl.sum(b_wide * b_wide, 1)
+    if HIDES:
+        b_squares = tl.where(m_key, b_squares, 0.0)
+    return b_squares
 
 
 @triton.jit
@@ -117,14 +125,19 @@ def outermost(low, high, other_low, other_high):
 
 
 @triton.jit
-def middle_of(b_k, m_key, WHOLE: tl.constexpr):
+def middle_of(b_k, m_key, WHOLE: tl.constexpr, HIDES: tl.constexpr):
     """Return the anchor (D,) FP16 of the keys (N, D) that a row sees; 0 in columns where it may round a key.
+
+    Without HIDES, some row sees each of the keys.
 
     Unless WHOLE, there are others: they may lie beyond these by a quarter of what these span. `column_units` then needs
     anchors that are not too small.
     """
-    b_low = tl.where(m_key[:, None], b_k, INF).to(tl.float16)
-    b_high = tl.where(m_key[:, None], b_k, -INF).to(tl.float16)
+    b_low = b_k
+    b_high = b_k
+    if HIDES:
+        b_low = tl.where(m_key[:, None], b_k, INF).to(tl.float16)
+        b_high = tl.where(m_key[:, None], b_k, -INF).to(tl.float16)
     low, high = tl.reduce((b_low, b_high), 0, outermost)
     low = low.to(tl.float32)
     high = high.to(tl.float32)
@@ -145,7 +158,7 @@ def shift_of(b_q, b_anchor):
     return tl.sum(b_q.to(tl.float32) * b_anchor.to(tl.float32)[None, :], 1)
 
 
-@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "tiles", "rows", "keys", "right", "span"])
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "kv_heads", "group", "rows", "keys", "right", "span"])
 def short_kernel(
     p_q,  # (B, Hq, Sq, D)
     p_k,  # (B, Hkv, Skv, D)
@@ -176,7 +189,6 @@ def short_kernel(
     stride_mask_n,
     kv_heads,
     group,
-    tiles,  # of the rows of a key head
     rows,
     keys,
     right,  # as `KernelCall.limits`, if WINDOW
@@ -202,8 +214,9 @@ def short_kernel(
     stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
     stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     stride_ob, stride_oh, stride_om = in_steps(stride_ob, stride_oh, stride_om, STEP)
-    first = (tl.program_id(0) % tiles) * BLOCK_M
-    o_pair = tl.program_id(0) // tiles
+    HIDES: tl.constexpr = MASK != "none" or WINDOW  # from all rows, some of the keys that are loaded
+    first = tl.program_id(1) * BLOCK_M
+    o_pair = tl.program_id(0)
     batch = tl.cast(o_pair // kv_heads, tl.int64)
     kv_head = tl.cast(o_pair % kv_heads, tl.int64)
     o_m = first + tl.arange(0, BLOCK_M)
@@ -248,13 +261,13 @@ def short_kernel(
     if CAP == "none":
         b_wide = b_q.to(tl.float32)
         longest = tl.sqrt(tl.max(tl.sum(b_wide * b_wide, 1), 0)) * scale
-        is_small = are_bounded(squared_norms(b_k, m_key), longest)
+        is_small = are_bounded(squared_norms(b_k, m_key, HIDES), longest)
         if is_small == 0:
-            b_anchor = middle_of(b_k, m_key, WHOLE)
+            b_anchor = middle_of(b_k, m_key, WHOLE, HIDES)
             b_shift = shift_of(b_q, b_anchor)
             if WHOLE:
                 b_k = b_k - b_anchor[None, :]
-                is_small = are_bounded(squared_norms(b_k, m_key), longest)
+                is_small = are_bounded(squared_norms(b_k, m_key, HIDES), longest)
     if WHOLE:
         b_max, b_sum, b_acc = attend_block(b_q, b_k, b_v, m_seen, m_key, b_bias, scale, ratio, MASK, WINDOW, CAP)
         infinite = tl.max(tl.reshape(tl.where(tl.abs(b_acc) < INF, 0, 1), (BLOCK_M * D_PAD,), can_reorder=True), 0)

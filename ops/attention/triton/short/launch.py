@@ -105,16 +105,15 @@ def short_attention(call: KernelCall) -> tuple[Tensor, Tensor, Tensor | None]:
     top = call.row_maxima(lse)
     pairs, rows_of_group = rows_of(call)
     tile, crowded = tile_for(pad, call.keys, pairs, rows_of_group, places_for(call), held(call.q.device))
-    tiles = -(-rows_of_group // tile.block_m)
     small = max(tile.block_m, tile.block_n) * pad <= ONE_WARP
     registers = REGISTERS if small else MORE_REGISTERS
     limit = at_most(registers, call.q.device) if crowded and pad <= 128 else {}
     launch(
-        short_kernel, (pairs * tiles, 1, 1),
+        short_kernel, (pairs, -(-rows_of_group // tile.block_m), 1),
         (call.q, call.k, call.v, out, lse, lse if call.mask is None else call.mask,
          lse if call.sinks is None else call.sinks, lse if top is None else top),
         (*strides_of(call.q), *strides_of(call.k), *strides_of(call.v), *strides_of(out),
-         *strides_of(lse.unsqueeze(-1)), *call.mask_strides, kv_heads, call.group, tiles, rows, call.keys, *call.limits,
+         *strides_of(lse.unsqueeze(-1)), *call.mask_strides, kv_heads, call.group, rows, call.keys, *call.limits,
          call.unit, call.ratio),
         {"MASK": call.mask_kind, "CAUSAL": call.banded, "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m,
          "BLOCK_N": tile.block_n, "DROPPED": call.dropped, **call.flags, "SINKS": call.sinks is not None,
