@@ -161,17 +161,6 @@ def store_lanes(
 
 
 @triton.jit
-def touch_block(p_x, start, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load a number of each cache line of BLOCK_N keys or values, so that the L2 cache has the lines soon."""
-    LINE: tl.constexpr = 64  # FP16 numbers in a cache line
-    PARTS: tl.constexpr = (D_PAD + LINE - 1) // LINE
-    o_line = tl.arange(0, BLOCK_N * PARTS)
-    o_n = start + o_line // PARTS
-    o_d = o_line % PARTS * LINE
-    tl.load(p_x + tl.cast(o_n, tl.int64) * stride_n + o_d, mask=(o_n < end) & (o_d < D), other=0.0, volatile=True)
-
-
-@triton.jit
 def attend_program(
     p_q, p_keys, p_values, p_part, p_state, p_anchor, p_framed, p_marked, p_bound, batch, kv_head, o_split, splits,
     seen_by_all, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_table, stride_kp, stride_vp,
@@ -189,11 +178,6 @@ def attend_program(
     o_d = tl.arange(0, D_PAD)
     step = splits * BLOCK
     begin = tl.where(o_split < splits, o_split * BLOCK, keys)
-    if PAGE == 0:
-        for turn in tl.static_range(2):
-            touch_block(p_keys, begin + turn * step, keys, stride_kn, D, D_PAD, BLOCK)
-            touch_block(p_values, begin + turn * step, keys, stride_vn, D, D_PAD, BLOCK)
-        tl.debug_barrier()  # before the next lines wait for anything
     b_sample = load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
