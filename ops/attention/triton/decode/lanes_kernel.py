@@ -338,9 +338,8 @@ def decode_lanes_kernel(
     stride_kb, stride_kh, stride_kn = in_steps(stride_kb, stride_kh, stride_kn, STEP)
     stride_vb, stride_vh, stride_vn = in_steps(stride_vb, stride_vh, stride_vn, STEP)
     if PDL:
-        if EXACT:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_program = tl.program_id(0)
     if EXACT:
         if tl.load(p_framed + o_program) >= 0:
@@ -364,5 +363,3 @@ def decode_lanes_kernel(
             splits, tl.maximum(keys - rows + 1 if CAUSAL else keys, 0), keys, stride_qb, stride_qh, stride_qm,
             stride_kn, stride_vn, p_k, 0, 0, group, rows, scale, True, CAUSAL, D, D_PAD, LANES, BLOCK_M, BLOCK_N, 0,
         )  # fmt: skip
-    if PDL and not EXACT:
-        tl.extra.cuda.gdc_launch_dependents()

@@ -208,9 +208,8 @@ def decode_anchored_paged_kernel(
     """Attend as one of `splits` programs of a key head that the pass without anchors has marked."""
     BLOCK: tl.constexpr = LANES * BLOCK_N
     if PDL:
-        if EXACT:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     if EXACT:
@@ -271,5 +270,3 @@ def decode_anchored_paged_kernel(
     o_part = slot[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     tl.store(p_low + o_part, b_low, mask=(o_part >= 0) & m_row[None, :])
     store_lanes(b_high, b_sum, b_acc, p_part, p_state, tl.program_id(0) * LANES, m_row, D, D_PAD, LANES, BLOCK_M)
-    if PDL and not EXACT:
-        tl.extra.cuda.gdc_launch_dependents()

@@ -85,9 +85,8 @@ def decode_paged_kernel(
 ):
     """Attend within one split of one key head: all query rows of a tile against its keys."""
     if PDL:
-        if EXACT:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_split = tl.program_id(0) % splits
     o_pair = tl.program_id(0) // splits
     o_work = tl.program_id(0)
@@ -146,8 +145,6 @@ def decode_paged_kernel(
             mark = tl.where(is_near(b_far, b_acc, longest, D), 1, -1)
     store_split(b_max, b_sum, b_acc, b_first, p_part, p_state, p_anchor + o_work * D, p_framed + o_work, o_work, m_row,
                 mark, D, D_PAD, BLOCK_M)  # fmt: skip
-    if PDL and not EXACT:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["kv_heads", "group", "splits", "stride_table"])
@@ -190,9 +187,8 @@ def decode_lanes_paged_kernel(
 ):
     """Attend as one of `splits` programs of one key head, for sequences with one query each."""
     if PDL:
-        if EXACT:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     o_program = tl.program_id(0)
     if EXACT:
         if tl.load(p_framed + o_program) >= 0:
@@ -219,5 +215,3 @@ def decode_lanes_paged_kernel(
             parts, keys, keys, stride_qb, stride_qh, stride_qm, stride_kn, stride_vn, p_pages, stride_kp, stride_vp,
             group, 1, scale, ANCHORED, False, D, D_PAD, LANES, BLOCK_M, BLOCK_N, PAGE,
         )  # fmt: skip
-    if PDL and not EXACT:
-        tl.extra.cuda.gdc_launch_dependents()

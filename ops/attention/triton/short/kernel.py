@@ -240,7 +240,7 @@ def short_kernel(
         diagonal += right
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
-    # All loads are on their way before the first is waited for: queries, which every warp gets from the others, are last.
+    # All loads are on their way before one is waited for. Queries, which every warp gets from the others, are last.
     o_last = tl.maximum(end - BLOCK_N, 0) + tl.arange(0, BLOCK_N)
     b_k = load_block(p_keys, o_last, end, stride_kn, D, D_PAD)
     if WHOLE:
@@ -284,7 +284,7 @@ def short_kernel(
         if is_exact == 0:
             EACH: tl.constexpr = min(BLOCK_N, 64)  # keys of an anchor: with more, registers spill
             b_q = without_infinities(b_q)
-            b_max, b_sum, b_acc, b_frame, b_none = attend_split(
+            b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),
                 tl.zeros((D_PAD,), tl.float32), tl.zeros((FAR_ROWS, EACH), tl.float32), p_keys, p_values, p_masks,
                 o_query, m_row, 0, end, diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n,
