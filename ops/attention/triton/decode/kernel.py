@@ -272,84 +272,73 @@ def merge_kernel(
     m_split = o_split < splits
     o_split = o_pair * splits + o_split
     o_part = tl.cast(o_split, tl.int64) * BLOCK_M + o_row
-    # With PDL the first turn loads and stores nothing. It fetches the instructions of the second one from memory, which
-    # takes as long as the merge itself, while the splits are still at work. The compiler must not know the turns.
-    for turn in range(0 if PDL else 1, 1 + tl.minimum(splits, 1)):
-        m_live = turn > 0
-        if PDL:
-            if m_live:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-        # O last, because it is waited for at once
-        b_state = tl.load(
-            p_state + 2 * o_part[:, None] + tl.arange(0, 2)[None, :], mask=m_live & m_split[:, None], other=0.0
-        )
-        b_framed = tl.load(p_framed + o_split, mask=m_live & m_split, other=0)
-        p_tile = p_part + o_part[:, None] * D + o_column[None, :]
-        b_part = tl.load(p_tile, mask=m_live & m_split[:, None] & (o_column < D)[None, :], other=0.0)
-        b_max, b_sum = tl.split(b_state)
-        b_max = tl.where(m_split, b_max, -INF)
-        # every split's maximum in one frame; where all frames are 0, a NaN in q is in b_sum
-        if NATS:
-            scale_left = 1.0
-        else:
-            scale_left = scale
-        frame = scale * 0.0
-        p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
-        most = tl.max(b_framed, 0)
-        least = tl.min(tl.where(m_split, b_framed, most), 0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # O last, because it is waited for at once
+    b_state = tl.load(p_state + 2 * o_part[:, None] + tl.arange(0, 2)[None, :], mask=m_split[:, None], other=0.0)
+    b_framed = tl.load(p_framed + o_split, mask=m_split, other=0)
+    p_tile = p_part + o_part[:, None] * D + o_column[None, :]
+    b_part = tl.load(p_tile, mask=m_split[:, None] & (o_column < D)[None, :], other=0.0)
+    b_max, b_sum = tl.split(b_state)
+    b_max = tl.where(m_split, b_max, -INF)
+    # every split's maximum in one frame; where all frames are 0, a NaN in q is in b_sum
+    if NATS:
+        scale_left = 1.0
+    else:
+        scale_left = scale
+    frame = scale * 0.0
+    p_row = p_q + batch * stride_qb + head * stride_qh + (o_out % rows) * stride_qm
+    most = tl.max(b_framed, 0)
+    least = tl.min(tl.where(m_split, b_framed, most), 0)
+    if SHARED_FRAME:
+        b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
+    elif most > tl.where(least > 0, 1, 0):  # not all splits are in one frame
+        o_slot = tl.arange(0, SPLITS)
+        # Use the frame of the split with the largest score. The frame of a split without weight may be so far away that
+        # all other scores would lose their digits. Counted from 0, a score is as accurate as an FP32 sum of its
+        # products.
+        home = tl.min(b_framed, 0) * 0 - 1
+        offset = tl.zeros((SPLITS,), tl.float32)
+        for turn in range(2):
+            if turn > 0:
+                b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+                o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
+                framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
+                home = tl.where(framed, o_pair * splits + o_home, -1)
+            offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS)
+        frame *= scale
+        b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
+    elif most > 0:  # all splits are in the frame of the head
+        frame = frame_of_head(p_row, p_anchor + o_pair * splits * D, D, D_PAD) * scale
+    top = tl.max(b_max, 0)
+    behind = b_max - tl.where(top == -INF, 0.0, top)
+    if SHARED_FRAME:
+        low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
+        behind += b_low - low
+    weight = tl.exp2(behind * (scale_left * LOG2_E))
+    total = tl.sum(b_sum * weight, 0)
+    # A mean of values lies in FP16's range up to the last bit. Infinity in the sum comes from a value.
+    fully_masked = (total == 0.0) & (top == -INF)
+    divisor = tl.where(fully_masked, 1.0, total)
+    b_out = tl.sum(b_part * weight[:, None], 0) / divisor
+    p_frame = p_anchor + o_pair * splits * D
+    nats = top * scale_left + frame
+    if SINKS:
         if SHARED_FRAME:
-            b_low = tl.load(p_low + o_part, mask=m_split & (b_framed > 0), other=0.0)
-        elif most > tl.where(least > 0, 1, 0):  # not all splits are in one frame
-            o_slot = tl.arange(0, SPLITS)
-            # Use the frame of the split with the largest score. The frame of a split without weight may be so far away
-            # that all other scores would lose their digits. Counted from 0, a score is as accurate as an FP32 sum of
-            # its products.
-            home = tl.min(b_framed, 0) * 0 - 1
-            offset = tl.zeros((SPLITS,), tl.float32)
-            for step in range(2):
-                if step > 0:
-                    b_true = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
-                    o_home = tl.min(tl.where(b_true == tl.max(b_true, 0), o_slot, SPLITS), 0)
-                    framed = tl.max(tl.where(o_slot == o_home, b_framed, -1), 0) > 0
-                    home = tl.where(framed, o_pair * splits + o_home, -1)
-                offset, frame = frame_offsets(p_row, p_anchor, o_split, b_framed, home, D, D_PAD, COLUMNS)
-            frame *= scale
-            b_max = tl.where(b_max == -INF, -INF, b_max + offset * (scale if NATS else 1.0))
-        elif most > 0:  # all splits are in the frame of the head
-            frame = frame_of_head(p_row, p_anchor + o_pair * splits * D, D, D_PAD) * scale
-        top = tl.max(b_max, 0)
-        behind = b_max - tl.where(top == -INF, 0.0, top)
-        if SHARED_FRAME:
-            low = tl.max(tl.where(b_max == top, b_low, -INF), 0)
-            behind += b_low - low
-        weight = tl.exp2(behind * (scale_left * LOG2_E))
-        total = tl.sum(b_sum * weight, 0)
-        # A mean of values lies in FP16's range up to the last bit. Infinity in the sum comes from a value.
-        fully_masked = (total == 0.0) & (top == -INF)
-        divisor = tl.where(fully_masked, 1.0, total)
-        b_out = tl.sum(b_part * weight[:, None], 0) / divisor
-        p_frame = p_anchor + o_pair * splits * D
-        nats = top * scale_left + frame
-        if SINKS:
+            nats = shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D, D_PAD)
+        b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
+        share, b_lse = beside_sink(b_lse, tl.load(p_sink + head))
+        b_out = b_out * share
+    b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
+    if DROPPED != 0:
+        b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
+    tl.store(p_out + tl.cast(o_out, tl.int64) * D + o_column, b_out.to(p_out.dtype.element_ty), mask=o_column < D)
+    if tl.program_id(1) == 0:
+        if not SINKS:
             if SHARED_FRAME:
                 nats = shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D, D_PAD)
             b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
-            share, b_lse = beside_sink(b_lse, tl.load(p_sink + head))
-            b_out = b_out * share
-        b_out = tl.where(tl.abs(b_out) < INF, tl.minimum(tl.maximum(b_out, -FP16_MAX), FP16_MAX), float("nan"))
-        if DROPPED != 0:
-            b_out = tl.reshape(round_rows(b_out[None, :], o_column, D, DROPPED, False), (COLUMNS,))
-        tl.store(
-            p_out + tl.cast(o_out, tl.int64) * D + o_column,
-            b_out.to(p_out.dtype.element_ty),
-            mask=m_live & (o_column < D),
-        )
-        if tl.program_id(1) == 0:
-            if not SINKS:
-                if SHARED_FRAME:
-                    nats = shared_frame_nats(p_row, p_frame, b_framed, top, low, scale, D, D_PAD)
-                b_lse = tl.where(fully_masked, -INF, nats + tl.log(divisor))
-            tl.store(p_lse + o_out, b_lse, mask=m_live)
-            if MAXIMA:
-                tl.store(p_largest + o_out, largest_score(top, total, nats), mask=m_live)
+        tl.store(p_lse + o_out, b_lse)
+        if MAXIMA:
+            tl.store(p_largest + o_out, largest_score(top, total, nats))
