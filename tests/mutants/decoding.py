@@ -11,6 +11,13 @@ PROMPTS = OF_DECODE + "test_a_few_tiles_of_a_prompt_divide_their_keys"
 
 DECODING = [
     mutant(
+        "decoding: no sample of keys is long",
+        SAMPLING,
+        "return tl.sum(b_top * b_top, 0) > (",
+        "return tl.sum(b_top * b_top, 0) > INF * (",
+        OF_DECODE + "test_one_pass_serves_these_data",
+    ),
+    mutant(
         "decoding: rows do not hide the keys before their windows",
         DECODE,
         "begin < rows - 1 + diagonal - span, begin",

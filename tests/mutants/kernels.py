@@ -177,8 +177,8 @@ KERNELS = [
     mutant(
         "short: scores of any size need no anchor",
         SHORT,
-        "* scale <= ANCHOR_LIMIT",
-        "* scale < INF",
+        "* longest <= ANCHOR_LIMIT",
+        "* longest < INF",
         FEW_KEYS + "test_short_keys",
     ),
     mutant(
@@ -189,10 +189,24 @@ KERNELS = [
         FEW_KEYS + "test_bad_numbers_among_short_keys",
     ),
     mutant(
+        "short: the restart takes an infinite query as it is",
+        SHORT,
+        "            b_q = without_infinities(b_q)\n",
+        "",
+        CORNERS + "test_an_infinite_query_that_every_key_points_away_from",
+    ),
+    mutant(
+        "short: a program holds more keys than its shared memory has room for",
+        "ops/attention/triton/short/launch.py",
+        "min(together, held // pad)",
+        "together",
+        FEW_KEYS + "test_a_program_alone_on_its_multiprocessor_holds_all_keys",
+    ),
+    mutant(
         "short: an infinite key does not start the program again",
         SHORT,
-        "return tl.where(m_key, ",
-        "return tl.where(m_key & (tl.max(tl.abs(b_wide), 1) < INF), ",
+        "b_squares = tl.sum(b_wide * b_wide, 1)\n    if HIDES",
+        "b_squares = tl.sum(tl.where(tl.abs(b_wide) < INF, b_wide * b_wide, 0.0), 1)\n    if HIDES",
         CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
     ),
     mutant(

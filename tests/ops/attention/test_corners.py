@@ -223,6 +223,22 @@ def test_a_key_of_minus_infinity_that_weighs_nothing(rows, keys, dim):
     assert out.isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "dim"), [(70, 300, 128), (3, 60, 64), (3, 200, 128), (3, 400, 64), (3, 400, 160), (20, 700, 64)]
+)
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_an_infinite_query_that_every_key_points_away_from(rows, keys, dim, cap):
+    """An infinite query is NaN in its row and no other, although all of its scores are -inf, as if it saw no key."""
+    q, k, v = normal_qkv((2, 1), (rows, keys), dim)
+    k[..., 3] = -k[..., 3].abs() - 0.1
+    q[0, 0, 1, 3] = torch.inf
+    out, lse = attend(q, k, v, softcap=cap)
+    bad = torch.zeros(out.shape[:-1], dtype=torch.bool)
+    bad[0, 0, 1] = True
+    assert out.isnan().all(-1).equal(bad)
+    assert lse.isnan().equal(bad)
+
+
 @pytest.mark.parametrize("slots", [16, 200])
 @pytest.mark.parametrize("column", [3, 60])
 def test_a_key_that_is_not_finite_in_a_long_page(slots, column):

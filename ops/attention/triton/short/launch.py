@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasa.ops.attention.call import capturing
 from pasa.ops.attention.triton.kernel_call import KernelCall, step_of, strides_of
 from pasa.ops.attention.triton.launcher import at_most, launch
 from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
-DECODE_KEYS = 384  # of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100)
+# Of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100). Their three launches
+# take the host longer than one, which a graph does not wait for.
+DECODE_KEYS, CAPTURED_KEYS = 384, 256
 # Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
 # dimension is above 128. Beyond, kernels of two passes are as fast (H100).
 PROMPT_KEYS = 256
@@ -37,7 +40,8 @@ def is_short(call: KernelCall) -> bool:
     if call.cu_k is not None or call.keys == 0:
         return False
     if call.decodes:
-        return call.keys <= DECODE_KEYS
+        replayed = capturing(call.q) and not call.options.batch_invariant
+        return call.keys <= (CAPTURED_KEYS if replayed else DECODE_KEYS)
     pad, places = pad_dim(call.q.shape[-1]), places_for(call)
     few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
     most = PROMPT_KEYS if pad <= 128 else PROMPT_KEYS // 2

@@ -9,6 +9,7 @@ from pasa.ops.attention.call import Call
 from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.triton import split_kernel
 from pasa.ops.attention.triton.kernel_call import KernelCall
+from pasa.ops.attention.triton.short import launch
 from pasa.ops.attention.triton.short.launch import is_short, tile_for
 from tests.inputs import DEVICE, normal_qkv, pairwise, short_prompts
 from tests.ops.attention.triton.agreement import check, on_device
@@ -115,6 +116,16 @@ def test_a_prompt_is_short_where_its_tiles_run_soon(batch):
 
 
 H100 = 132, 2**15  # multiprocessors, and elements of K that a program can hold
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_graph_divides_fewer_keys(invariant, monkeypatch):
+    """A batch-invariant call gives the same bits in a graph and outside."""
+    monkeypatch.setattr(launch, "capturing", lambda _: True)
+    options = AttentionOptions(batch_invariant=invariant)
+    for keys, short in ((256, True), (257, invariant), (384, invariant), (385, False)):
+        q, k = (torch.empty(1, 4, n, 64, dtype=torch.float16, device=DEVICE) for n in (1, keys))
+        assert is_short(KernelCall.of(Call(q, k, k, 1.0, options=options))) == short
 
 
 def test_small_tiles_where_all_run_at_once():

@@ -14,7 +14,7 @@ from pasa.ops.attention.triton.decode import cases as decode_cases
 from pasa.ops.attention.triton.decode import paged_cases
 from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
 from pasa.ops.attention.triton.decode.paged_launch import anchored_stages, paged_stages
-from pasa.ops.attention.triton.kernel_call import KernelCall
+from pasa.ops.attention.triton.kernel_call import KernelCall, step_of
 from pasa.ops.attention.triton.paged import cases as writing_cases
 from pasa.ops.attention.triton.paged.launch import anchor_tile
 from pasa.ops.attention.triton.prefill import cases as prefill_cases
@@ -22,6 +22,12 @@ from pasa.ops.attention.triton.prefill.launch import Pass
 from pasa.ops.attention.triton.tiles import TABLE, Tile, architecture_of, candidates, fit_ascend, paper_tile
 
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("dim", "step"), [(64, 1), (72, 8), (40, 8), (36, 1)])
+def test_kernels_are_told_of_steps_that_triton_does_not_see(dim, step):
+    """Triton sees multiples of 16. A STEP costs instructions before the first load, so no other call has one."""
+    assert step_of(torch.empty(1, 2, 3, dim), torch.empty(1, 2, 5, dim)) == step
 
 
 @pytest.mark.parametrize("architecture", TABLE)
