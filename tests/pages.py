@@ -32,7 +32,8 @@ class Pages(NamedTuple):
     def slots(self) -> Tensor:
         """Return the slot of every key, as `write_pages` expects them."""
         per_page = self.k_cache.shape[1]
-        each = [(row, torch.arange(n)) for row, n in zip(self.table.long(), self.lengths.tolist(), strict=True)]
+        rows = zip(self.table.long(), self.lengths.tolist(), strict=True)
+        each = [(row, torch.arange(n, device=row.device)) for row, n in rows]
         return torch.cat([row[at // per_page] * per_page + at % per_page for row, at in each])
 
     def anchored(self) -> "Pages":

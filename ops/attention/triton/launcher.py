@@ -171,9 +171,10 @@ def _launch_directly(ready: Ready, grid: Grid, device: torch.device, rest: tuple
 def early(device: torch.device) -> bool:
     """Return whether kernels use programmatic dependent launch (PDL), which Hopper and later GPUs have.
 
-    Such a kernel is set up while the previous kernel ends, and then waits for its results. Waiting
-    kernels hold registers and shared memory. So a kernel that reads keys lets the next one start only
-    at its end; otherwise the programs of the next call crowd on the few multiprocessors with room.
+    Such a kernel is set up while the previous kernel runs, and then waits for its results. It may start once all
+    programs of the previous kernel have, so it takes no place from them. But waiting programs hold registers and shared
+    memory. So the last kernel of a call lets the next one start only after its own wait: otherwise the programs of the
+    next call, which need most, would crowd on the few multiprocessors with room.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

@@ -49,6 +49,16 @@ def column_units(b_anchor, unit):
 
 
 @triton.jit
+def units_of_frame(b_anchor, framed, unit):
+    """Return `column_units`; where no column has an anchor, so that `framed` is 0, in a few instructions."""
+    b_unit = tl.zeros_like(b_anchor) + unit
+    b_weight = tl.zeros_like(b_anchor) + 1.0
+    if framed > 0:
+        b_unit, b_weight = column_units(b_anchor, unit)
+    return b_unit, b_weight
+
+
+@triton.jit
 def highest_square(longest, unit, D: tl.constexpr):
     """Return the largest sum of squares of a key within the bound; NaN is above it.
 
@@ -112,7 +122,7 @@ def attend_split(
         b_weights = tl.full((FAR_ROWS, D_PAD), 1.0, tl.float16)
         if SHIFT == "head":
             b_anchor16 = b_first.to(tl.float16)
-            b_unit, b_weight = column_units(b_anchor16, unit)
+            b_unit, b_weight = units_of_frame(b_anchor16, tl.max(tl.where(b_first != 0.0, 1, 0), 0), unit)
             b_weights = tl.broadcast_to(b_weight[None, :], (FAR_ROWS, D_PAD))
     if MASK != "none":  # loaded a block ahead
         p_masks = p_mask[:, None] + (tl.arange(0, BLOCK_N).to(tl.int64) * stride_mask_n)[None, :]

@@ -172,11 +172,12 @@ def decode_kernel(
                 diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
                 SHIFT, False, MASK, False, D, D_PAD, BLOCK_N, 0, False, CAP,
             )  # fmt: skip
-        b_max, b_sum, b_acc, b_first, b_far = attend_split(
-            b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, whole, end,
-            diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
-            SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
-        )  # fmt: skip
+        if whole < end:
+            b_max, b_sum, b_acc, b_first, b_far = attend_split(
+                b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_masks, o_query, m_row, whole, end,
+                diagonal, span, scale, ratio, longest, stride_kn, stride_vn, stride_mask_n, p_k, 0, 0,
+                SHIFT, True, MASK, CAUSAL, D, D_PAD, BLOCK_N, 0, WINDOW, CAP,
+            )  # fmt: skip
         mark = 1
         if CAP == "none":
             mark = tl.where(is_near(b_far, b_acc, longest, D), 1, -1)

@@ -24,9 +24,9 @@ from pasa.ops.attention.triton.split_kernel import (
     FAR_ROWS,
     FP32_MAX,
     attend_split,
-    column_units,
     highest_square,
     unit_of_squares,
+    units_of_frame,
 )
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, FP16_MAX, INF, LOG2_E, in_steps
 
@@ -83,7 +83,7 @@ def attend_lanes(
     unit = unit_of_squares(longest)
     if ANCHORED:
         b_anchor = tl.load(p_frame + o_d, mask=m_d & (framed > 0), other=0.0)
-        b_unit, b_weight = column_units(b_anchor, unit)
+        b_unit, b_weight = units_of_frame(b_anchor, framed, unit)
         b_weights = tl.broadcast_to(b_weight[None, None, :], (LANES, BLOCK_M, D_PAD))
         b_anchor = b_anchor[None, :, None]
         b_unit = b_unit[None, :, None]
@@ -231,7 +231,8 @@ def attend_program(
     error = tl.where(good, error, INF)
     b_marked = tl.max(tl.where(m_row[None, :] & (m_bad | (error == INF)), 1, 0), 1)
     tl.store(p_framed + slot + o_lane, tl.where(b_marked > 0, -1 - framed, framed))
-    tl.store(p_marked + tl.program_id(0), tl.max(b_marked, 0))
+    if PAGE > 0:  # read where pages have anchors
+        tl.store(p_marked + tl.program_id(0), tl.max(b_marked, 0))
     o_part = (slot + o_lane[:, None]) * BLOCK_M + o_m[None, :]
     tl.store(p_bound + 2 * o_part, tl.where(error == INF, -INF, b_max - error))
     tl.store(p_bound + 2 * o_part + 1, tl.where(error == INF, INF, b_max + error))

@@ -30,6 +30,7 @@ ONE_WARP, MANY = 2048, 16
 # rows or a head dimension above 128. On Hopper the second four would read rows that a tile of 64 rows does not have.
 WIDE = 4096
 ROWS = 16  # of the smallest tile
+MOST_TILES = 65535  # of a key head: the second axis of a grid on CUDA
 # Of a thread, where programs wait for others: four of small tiles run on a multiprocessor then, or three of larger
 # ones, which would spill more of their registers (H100).
 REGISTERS, MORE_REGISTERS = 128, 168
@@ -43,6 +44,8 @@ def is_short(call: KernelCall) -> bool:
         replayed = capturing(call.q) and not call.options.batch_invariant
         return call.keys <= (CAPTURED_KEYS if replayed else DECODE_KEYS)
     pad, places = pad_dim(call.q.shape[-1]), places_for(call)
+    if programs(1, rows_of(call)[1], tallest(pad)) > MOST_TILES:
+        return False
     few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
     most = PROMPT_KEYS if pad <= 128 else PROMPT_KEYS // 2
     return few or (call.keys <= most and programs(*rows_of(call), tallest(pad)) <= 2 * places)
