@@ -75,16 +75,16 @@ def shorten(op: CustomOpDef, remember: Callable[..., Any], gradient: Callable[..
     _functions[op], _short_functions[op] = Direct, Short
 
 
-def repeat(op: CustomOpDef, tensors: tuple[Tensor | None, ...], *others: Any) -> Any:
+def repeat(op: CustomOpDef, tensors: tuple[Tensor | None, ...], *others: Any, alone: bool) -> Any:
     """Return what `call` returns if it would repeat a plan, in less time; otherwise None.
 
     Takes the tensors among the arguments of the operator in one tuple, and then its other arguments. None stands for a
-    result without elements.
+    result without elements, and with `alone` perhaps for every result but the first.
     """
     if torch.compiler.is_compiling() or not _is_plain(tensors):
         return None
     plan = plans.known(op, others, tensors)
-    return None if plan is None else plan.run(tensors)
+    return None if plan is None else plan.run(tensors, alone=alone)
 
 
 def call(op: CustomOpDef, *arguments: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from pasa.ops.devices import is_current, on_device, warm, without_autocast
+from pasa.ops.memory import MOST_BYTES, kept_memory, may_keep
 from pasa.ops.recording import Operand, Place, Recorder, Results, Step, waiting
 
 PLANS = 4096  # the most geometries that are kept; a decoded sequence adds one for every token, of a few kilobytes
@@ -36,6 +37,8 @@ class Plan:
         """Raise LookupError if the call does what a plan cannot repeat."""
         self.whole, self.empty = record.whole, (None,) * sum(x.numel() == 0 for x in results)
         self.used = [at for at in range(record.inputs) if record.owners[at] is not None]
+        first: Any = record.owners[self.used[0]]
+        self.keeps = may_keep(first)
         if self.whole is not None and not record.foreign and not record.steps:
             return
         made = [record.place(x) if x.numel() else None for x in results]
@@ -62,10 +65,18 @@ class Plan:
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for _, size in rest))
         places |= {at: (bases, start) for (at, _), start in zip(rest, [0, *ends], strict=False)}
         self.bytes = ends[-1] if ends else 0
+        self._set_apart([x.nbytes if place else 0 for x, place in zip(results, made, strict=True)][1:])
         places |= {at: (at, 0) for at in range(inputs)}
-        self._lay_out(record.steps, places)
+        self._lay_out(record.steps, places, inputs)
 
-    def _lay_out(self, steps: list[Step], places: dict[int, tuple[int, int]]) -> None:
+    def _set_apart(self, sizes: list[int]) -> None:
+        """Find places behind the workspace for all results but the first; `sizes` are theirs in bytes."""
+        ends = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=self.bytes))
+        self.missing = (None,) * len(sizes)
+        self.apart = [start for start, size in zip(ends, sizes, strict=False) if size]
+        self.bytes_alone = ends[-1]
+
+    def _lay_out(self, steps: list[Step], places: dict[int, tuple[int, int]], inputs: int) -> None:
         """List the distinct addresses and tensors that the launches need, and which of them each launch takes."""
         addresses: dict[Place, int] = {}
         tensors: dict[Operand, int] = {}
@@ -83,26 +94,39 @@ class Plan:
                 else:
                     chosen[-1].append(addresses.setdefault((base, start + offset), len(addresses)))
         self.addresses, self.tensors = list(addresses), list(tensors)
+        results = sum(each is not None for each in self.results)
+        apart = range(inputs + 1, inputs + results)  # the bases of all results but the first
+        self.separable = self.results[0] is not None and not any(each.source in apart for each in self.tensors)
         self.steps = [
             (step.run, _pick(tuple([at if at >= 0 else len(addresses) - 1 - at for at in picked])))
             for step, picked in zip(steps, chosen, strict=True)
         ]
 
-    def run(self, inputs: tuple[Tensor | None, ...]) -> Results:
-        """Return the results of a call on these inputs; None stands for a result without elements."""
+    def run(self, inputs: tuple[Tensor | None, ...], *, alone: bool = False) -> Results:
+        """Return the results of a call on these inputs; None stands for a result without elements.
+
+        With `alone`, None may stand for every result but the first.
+        """
         first: Any = inputs[self.used[0]]
         if not is_current(first):
             with on_device(first):
-                return self.run(inputs)
+                return self.run(inputs, alone=alone)
         if self.whole is not None:
             function, places = self.whole
             with without_autocast(first.device.type):
-                return *function(*[inputs[place] for place in places]), *self.empty
-        results = tuple([make and make() for make in self.results])
+                return *function(*[inputs[place] for place in places], alone=alone), *self.empty
+        alone = alone and self.keeps and self.separable and self.bytes_alone <= MOST_BYTES
+        makers = (self.results[0], *self.missing) if alone else self.results
+        results = tuple([make and make() for make in makers])
         owners: list[Any] = [*inputs, *[x for x in results if x is not None]]
-        if self.bytes:
-            owners.append(first.new_empty(self.bytes, dtype=torch.uint8))
         bases = [0 if x is None else x.data_ptr() for x in owners]
+        if size := self.bytes_alone if alone else self.bytes:
+            keeps = self.keeps and size <= MOST_BYTES
+            memory = kept_memory(first, size) if keeps else first.new_empty(size, dtype=torch.uint8)
+            start = memory.data_ptr()
+            apart = self.apart if alone else []
+            bases += [*[start + offset for offset in apart], start]
+            owners += [*[None for _ in apart], memory]
         operands: list[Any] = [bases[base] + offset for base, offset in self.addresses]
         for operand in self.tensors:
             operands.append(operand.tensor(owners[operand.source]))

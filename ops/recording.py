@@ -186,7 +186,8 @@ def recorded(repeatable: bool) -> Iterator[None]:
 def repeat_whole(function: Callable[..., Whole], *tensors: Tensor) -> Whole:
     """Return what `function` returns for these tensors, and let a plan call it again, in place of recorded launches.
 
-    It returns the first results of the operator, and what it does must depend on the geometry of its inputs alone.
+    It returns the first results of the operator, and what it does must depend on the geometry of its inputs alone. A
+    plan may call it with `alone`, and then needs the first result only.
     """
     if (record := recorder()) is None:
         return function(*tensors)

@@ -221,7 +221,9 @@ def attention(
         and not diagnostics.recording()
     ):  # a call like an earlier one, which has passed the checks, is repeated at once
         limits = is_causal, scale, *NO_WINDOW, 0.0, False
-        again = dispatch.repeat(operators.attention, (q, k, v, attn_mask, None), *limits, *DEFAULTS, False, backend)
+        again = dispatch.repeat(
+            operators.attention, (q, k, v, attn_mask, None), *limits, *DEFAULTS, False, backend, alone=not return_lse
+        )
         if again is not None:
             out, lse, *_ = again
             return (out, lse) if return_lse else out

@@ -98,7 +98,7 @@ SHARED = tuple(
 BASE = ("pasa.ops.numerics", "pasa.ops.packed", "pasa.ops.notices", "pasa.ops.envs", "pasa.ops.versions")
 CALL = ("pasa.ops.attention.call", "pasa.ops.attention.options")
 SPEC = (*BASE, *CALL, "pasa.ops.attention.spec")
-HOST = ("pasa.ops.devices", "pasa.ops.recording")
+HOST = ("pasa.ops.devices", "pasa.ops.memory", "pasa.ops.recording")
 MAY_IMPORT = {
     "pasa.ops.numerics": (),
     "pasa.ops.packed": (),
@@ -107,7 +107,8 @@ MAY_IMPORT = {
     "pasa.ops.versions": (),
     "pasa.ops.dispatch": ("pasa.ops.plans",),
     "pasa.ops.devices": BASE,
-    "pasa.ops.plans": ("pasa.ops.devices", "pasa.ops.recording"),
+    "pasa.ops.memory": (),
+    "pasa.ops.plans": ("pasa.ops.devices", "pasa.ops.memory", "pasa.ops.recording"),
     "pasa.ops.attention.options": BASE,
     "pasa.ops.attention.torch_sdpa": (),
     "pasa.ops.attention.call": (*BASE, *CALL),

@@ -320,7 +320,7 @@ def test_a_launcher_with_plans_of_its_own_is_called_as_a_whole(monkeypatch):
 
     def fake(call):
         made.append((call.scale, call.is_causal, call.dropped))
-        return lambda q, k, v: (q * 2, q[..., 0].float() + v[0, 0, 0, 0])
+        return lambda q, k, v, alone=False: (q * 2, q[..., 0].float() + v[0, 0, 0, 0])
 
     monkeypatch.setattr(triton_backend, "hopper_serves", lambda _: True)
     monkeypatch.setattr(triton_backend, "_hopper", lambda: triton_backend.with_own_plans(fake))

@@ -96,7 +96,7 @@ def _stacked(call: Call) -> Repeated:
     with unrecorded():  # it may copy
         again = _repeated(replace(call, q=call.q.reshape(stack)))
 
-    def unstacked(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    def unstacked(q: Tensor, *others: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:
         out, lse = again(q.reshape(stack), *others)
         return _laid_out(out.view(batch, heads, rows, dim), tokens_first), lse.view(batch, heads, rows)
 
@@ -112,7 +112,7 @@ def _repeated(call: Call) -> Repeated:
     listed = score_format(call.q.device.type).kind == "a"
     by_cudnn = listed and _is_direct(call) and cudnn_serves(call.q, call.k, call.v, _bias_like(call), causal)
 
-    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:
         if by_cudnn and kept and cudnn_allowed():
             bias, empty, _ = kept[0].bias.run(others[0]) if kept[0].bias is not None else (None, None, None)
             out, lse = call_cudnn(q, k, v, bias, causal, scale)

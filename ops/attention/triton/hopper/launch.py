@@ -29,6 +29,7 @@ from pasa.ops.attention.triton.kernel_call import STEP, KernelCall, output_dtype
 from pasa.ops.attention.triton.launcher import ready_for
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import hopper_pad, processors
+from pasa.ops.memory import MOST_BYTES, kept_memory, may_keep
 
 QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
 CENTRE_WARPS = 2
@@ -65,16 +66,20 @@ def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     return repeated(call)(call.q, call.k, call.v)
 
 
-def repeated(call: KernelCall) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return what attends as a call does to q, k and v of its geometry: shapes, strides, and addresses modulo 16."""
+def repeated(call: KernelCall) -> Callable[..., tuple[Tensor, Any]]:
+    """Return what attends as a call does to q, k and v of its geometry: shapes, strides, and addresses modulo 16.
+
+    Called with `alone`, it may return None for the log-sum-exp.
+    """
     scale, options, is_causal, dropped = call.scale, call.options, call.is_causal, call.dropped
     tensors = call.q, call.k, call.v
     shapes, strides = (call.q.shape, call.k.shape), [x.stride() for x in tensors]
     plan = plan_for(*shapes, *strides, is_causal, dropped, call.q.device, options.batch_invariant)
     if plan is not None and not any(x.data_ptr() % 16 for x in tensors):
-        return lambda q, k, v: plan.run(q, k, v, scale)
+        keeps = may_keep(call.q)
+        return lambda q, k, v, alone=False: plan.run(q, k, v, scale, keeps, alone)
 
-    def copied(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def copied(q: Tensor, k: Tensor, v: Tensor, alone: bool = False) -> tuple[Tensor, Any]:
         if plan is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         q, k, v = (x.clone() if x.data_ptr() % 16 else x for x in (q, k, v))
@@ -124,6 +129,7 @@ class Plan:
         ends = [*accumulate(-(-n * dtype.itemsize // 128) * 128 for n, dtype in held)]
         self.held = [(start, *each) for start, each in zip([0, *ends], held, strict=False)]
         self.bytes = ends[-1]
+        self.bytes_alone = self.bytes + 4 * batch * heads * rows  # the log-sum-exp behind it, if nobody needs that
         early = {"launch_pdl": True}  # a kernel may start while the last programs of the previous one run
         self.kernels = (
             (centre_kernel, {"num_warps": CENTRE_WARPS}),
@@ -135,22 +141,30 @@ class Plan:
         self.maps: list[tuple[Any, ...]] = []
         self.number = next(numbers)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq)."""
+    def run(self, q: Tensor, k: Tensor, v: Tensor, scale: float, keeps: bool,
+            alone: bool) -> tuple[Tensor, Any]:  # fmt: skip
+        """Return O (B, Hq, Sq, D) and the log-sum-exp (B, Hq, Sq), or None for it if O alone is needed.
+
+        With `keeps`, the call may use kept memory.
+        """
         # On the host, these take less of the time of torch.empty with a dtype and a device.
-        buffer = q.new_empty(self.bytes // 2)
         out = torch.empty_strided(q.shape, self.strides["o"], dtype=self.dtype, device=q.device)
+        if keeps and alone and self.bytes_alone <= MOST_BYTES:
+            buffer = kept_memory(q, self.bytes_alone)
+            self.launch(q, k, v, out, buffer.data_ptr() + self.bytes, buffer, scale)
+            return out, None
+        buffer = kept_memory(q, self.bytes) if keeps and self.bytes <= MOST_BYTES else q.new_empty(self.bytes // 2)
         lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        self.launch(q, k, v, out, lse, buffer, scale)
+        self.launch(q, k, v, out, lse.data_ptr(), buffer, scale)
         return out, lse
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, buffer: Tensor,
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, buffer: Tensor,
                scale: float) -> None:  # fmt: skip
-        """Launch everything, with memory for the results and of `bytes` bytes."""
+        """Launch everything, with memory for O, of `bytes` bytes, and for the log-sum-exp at an address."""
         if not self.launchers:
-            self._prepare(q, k, v, out, lse, buffer, scale)
+            self._prepare(q, k, v, out, q.new_empty(self.lse_shape, dtype=torch.float32), buffer, scale)
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), buffer.data_ptr()
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse, buffer.data_ptr()
         if is_hooked():
             for launcher, (programs, arguments) in zip(self.launchers, self._calls_at(scale, *pointers), strict=True):
                 launcher.run((programs, 1, 1), stream, *arguments)

@@ -103,8 +103,8 @@ def test_strides_that_tma_refuses_are_copied(monkeypatch, name, place):
     tensors = [torch.randn(2, 2, 300, 72, generator=torch.Generator().manual_seed(each)).half() for each in range(3)]
     tensors[place] = strange_strides()[name]
     launch.hopper_attention(KernelCall(*tensors, 0.5))
-    ((held, *passed, scale),) = got
-    assert scale == 0.5
+    ((held, *passed, scale, keeps, alone),) = got
+    assert (scale, keeps, alone) == (0.5, False, False)
     for x, y, step in zip(passed, tensors, (held.strides[each] for each in "qkv"), strict=True):
         assert torch.equal(x, y)
         assert x.data_ptr() % 16 == 0
