@@ -2,7 +2,8 @@
 
 from tests.mutants.kernels import mutant
 
-PLANS = "ops/plans.py"
+PLANS, MEMORY = "ops/plans.py", "ops/memory.py"
+OF_MEMORY = "tests/ops/test_memory.py::"
 CHOICE = "eval/speed/choice.py"
 RANDOM = "eval/speed/random_run.py"
 OWN_PLAN = "tests/ops/test_plans.py::test_a_call_that_differs_has_a_plan_of_its_own"
@@ -20,6 +21,41 @@ SPEED = [
             f"{OWN_PLAN}[{name}]",
         )
         for name, kept_out in (("strides", "x.stride()"), ("dtype", "x.dtype"), ("alignment", "x.data_ptr() % 16"))
+    ),
+    mutant(
+        "a graph uses the memory of eager calls",
+        MEMORY,
+        "x.is_cuda and not torch.cuda.is_current_stream_capturing()",
+        "x.is_cuda",
+        OF_MEMORY + "test_graphs_streams_and_devices_are_told_apart",
+    ),
+    mutant(
+        "all streams share memory",
+        MEMORY,
+        "(index, torch._C._cuda_getCurrentRawStream(index)) if",
+        "(index, 0) if",
+        OF_MEMORY + "test_graphs_streams_and_devices_are_told_apart",
+    ),
+    mutant(
+        "all threads share memory",
+        MEMORY,
+        "class _OfThread(threading.local)",
+        "class _OfThread",
+        OF_MEMORY + "test_each_thread_and_stream_has_its_own",
+    ),
+    mutant(
+        "a result that nobody needs lies in the workspace",
+        PLANS,
+        "initial=self.bytes))",
+        "initial=0))",
+        OF_MEMORY + "test_results_that_nobody_needs_lie_behind_the_workspace",
+    ),
+    mutant(
+        "a result is left out that a kernel takes as a tensor",
+        PLANS,
+        "alone and self.keeps and self.separable and",
+        "alone and self.keeps and",
+        OF_MEMORY + "test_a_result_that_a_kernel_takes_as_a_tensor_is_one",
     ),
     mutant(
         "captured calls follow the plans of others",

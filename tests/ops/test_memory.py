@@ -47,6 +47,20 @@ def test_each_thread_and_stream_has_its_own(monkeypatch):
     assert mine.data_ptr() == memory.kept_memory(X, 100).data_ptr() != found[0].data_ptr()
 
 
+def test_graphs_streams_and_devices_are_told_apart(monkeypatch):
+    """A graph is replayed beside eager calls; launches on two streams, or devices, run at the same time."""
+    q = torch.ones(3)
+    assert not memory.may_keep(q)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 1))
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=capturing: found)
+        assert memory.may_keep(q) != capturing
+    for stream in (0, 7):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, found=stream: found, raising=False)
+        assert memory._place(q) == (1, stream)
+
+
 def test_calls_that_share_memory_do_not_change_each_other(monkeypatch):
     """Splits of a call lie where those of another one were."""
     monkeypatch.setattr(plans, "may_keep", lambda x: True)
