@@ -261,7 +261,7 @@ def strides_of(x: Tensor) -> tuple[int, int, int]:
 def step_of(*tensors: Tensor) -> int:
     """Return the STEP of kernels that read or write these tensors: a number that divides all strides but the last.
 
-    It is 1 as well where Triton sees by itself what they are multiples of.
+    It is 1 as well where all are multiples of 16, which Triton sees by itself.
     """
     if tensors[0].device.type == "npu":
         return 1

@@ -173,8 +173,8 @@ def early(device: torch.device) -> bool:
 
     Such a kernel is set up while the previous kernel runs, and then waits for its results. It may start once all
     programs of the previous kernel have, so it takes no place from them. But waiting programs hold registers and shared
-    memory. So the last kernel of a call lets the next one start only after its own wait: otherwise the programs of the
-    next call, which need most, would crowd on the few multiprocessors with room.
+    memory. So a kernel of decoding lets the next one start only after its own wait: otherwise the programs of the next
+    call, which need most, would crowd on the few multiprocessors with room.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False

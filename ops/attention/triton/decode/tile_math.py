@@ -92,7 +92,7 @@ def are_long(b_k, longest):
     """Return whether keys like the samples b_k (SAMPLES, D) may need an anchor; if not, half the bound holds for each.
 
     longest: largest norm of a query, in nats. The largest square of each column counts, which takes one sum over all
-    columns where norms would take SAMPLES. NaN does not count.
+    columns where norms would take SAMPLES. NaN counts only in a column that has nothing else; then there is no anchor.
     """
     b_top = tl.max(tl.abs(b_k), 0).to(tl.float32) * longest
     return tl.sum(b_top * b_top, 0) > (0.5 * ANCHOR_LIMIT) * (0.5 * ANCHOR_LIMIT)

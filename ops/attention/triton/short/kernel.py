@@ -26,7 +26,10 @@ from pasa.ops.attention.triton.tile_math import (
 
 @triton.jit
 def load_block(p_x, o_n, end, stride_n, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Load keys or values (N, D_PAD) with the indices o_n; from `end` on, the last one before it again and again."""
+    """Load keys or values (N, D_PAD) with the indices o_n; from `end` on, the last one before it again and again.
+
+    Where `end` is 0, no row of the tile sees a key, and the first one is loaded.
+    """
     o_d = tl.arange(0, D_PAD)
     o_n = tl.minimum(o_n, tl.maximum(end - 1, 0))
     p_x += (tl.cast(o_n, tl.int64) * stride_n)[:, None] + o_d[None, :]
@@ -128,7 +131,7 @@ def outermost(low, high, other_low, other_high):
 def middle_of(b_k, m_key, WHOLE: tl.constexpr, HIDES: tl.constexpr):
     """Return the anchor (D,) FP16 of the keys (N, D) that a row sees; 0 in columns where it may round a key.
 
-    Without HIDES, some row sees each of the keys.
+    Without HIDES, some row sees each of the keys, or no row of the tile sees any.
 
     Unless WHOLE, there are others: they may lie beyond these by a quarter of what these span. `column_units` then needs
     anchors that are not too small.
@@ -282,7 +285,7 @@ def short_kernel(
             is_exact = is_near(b_far, b_acc, longest, D)
     if CAP == "none":
         if is_exact == 0:
-            EACH: tl.constexpr = min(BLOCK_N, 64)  # keys of an anchor: with more, registers spill
+            EACH: tl.constexpr = BLOCK_N if BLOCK_N <= 64 else 32  # keys of an anchor: fewer differ less
             b_q = without_infinities(b_q)
             b_max, b_sum, b_acc, b_frame, _ = attend_split(
                 b_q, tl.full((BLOCK_M,), -INF, tl.float32), tl.zeros_like(b_sum), tl.zeros_like(b_acc),

@@ -87,7 +87,8 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int, held: int)
     block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= most], default=block_m)
     count = programs(pairs, rows, block_m)
     together = ALONE_KEYS if count <= places else SHARED_KEYS if count <= 2 * places and pad <= 128 else 0
-    if block_m == ROWS and BLOCK < keys <= min(together, held // pad):
+    room = held if count <= places else held // 2
+    if block_m == ROWS and BLOCK < keys <= min(together, room // pad):
         return Tile(ROWS, 1 << (keys - 1).bit_length(), 8 if count <= places else 4, 1), False
     crowded = count > 2 * places
     wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each

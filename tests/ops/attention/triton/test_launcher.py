@@ -1,9 +1,12 @@
 """The cache of compiled kernels separates all arguments that Triton specialises differently; needs no device."""
 
+import ast
 import functools
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +20,7 @@ from triton.runtime.jit import native_specialize_impl
 from pasa.ops.attention.triton import c_launcher
 from pasa.ops.attention.triton import launcher as triton_launch
 
+ROOT = Path(__file__).resolve().parents[4]
 NUMBERS = st.one_of(
     st.sampled_from([0, 1, 2, 15, 16, 17, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 0.5, 1.0, 16.0]),
     st.integers(0, 2**40),
@@ -164,3 +168,25 @@ def test_the_key_of_a_compiled_kernel_does_not_depend_on_other_kernels():
     ]
     assert said[0].count(b"kernel.") == len(names)
     assert said[0] == said[1]
+
+
+def early_kernels():
+    for path in sorted((ROOT / "ops").rglob("*kernel.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "gdc_wait" in ast.unparse(node):
+                yield pytest.param(node, id=node.name)
+
+
+@pytest.mark.parametrize("kernel", list(early_kernels()))
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(kernel):
+    """The memory that later calls use again may still be read, and inputs may not be written yet."""
+    calls = sorted((node for node in ast.walk(kernel) if isinstance(node, ast.Call)), key=lambda node: node.lineno)
+    names = [(ast.unparse(call.func), call.lineno) for call in calls]
+    waits = min(line for name, line in names if name.endswith("gdc_wait"))
+    harmless = ("in_steps", "range")
+    touches = [
+        line
+        for name, line in names
+        if re.search(r"\.(load|store|atomic_\w+)$", name) or ("." not in name and name not in harmless)
+    ]
+    assert waits < min(touches)

@@ -118,6 +118,34 @@ def test_a_prompt_is_short_where_its_tiles_run_soon(batch):
 H100 = 132, 2**15  # multiprocessors, and elements of K that a program can hold
 
 
+@pytest.mark.parametrize(("dim", "tallest"), [(64, 64), (160, 32)])
+def test_a_grid_has_no_more_tiles_than_cuda_allows(dim, tallest):
+    """More query rows than its second axis can have tiles are left to other kernels."""
+    k = torch.empty(1, 1, 16, dim, dtype=torch.float16, device=DEVICE)
+    for tiles in (65535, 65536):
+        q = k[:, :, :1].expand(1, 1, tallest * tiles, dim)
+        assert is_short(KernelCall.of(Call(q, k, k, 1.0))) == (tiles == 65535)
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("rows", "keys"), [(70, 3), (129, 17), (129, 100)])
+def test_rows_before_the_first_key_beside_a_bad_one(rows, keys, bad, tensor, cap):
+    """Tiles of rows that see no key load the first one; only the sink has weight there."""
+    q, k, v = (x.half().to(DEVICE) for x in normal_qkv((1, 1), (rows, keys), 64))
+    {"k": k, "v": v}[tensor][:, :, 0] = bad
+    sinks = torch.full((1,), 0.5, device=DEVICE)
+    with short_prompts(True):
+        how = {"is_causal": True, "softcap": cap, "sinks": sinks, "return_lse": True, "backend": "triton"}
+        out, lse = pasa.attention(q, k, v, **how)
+    blind = rows - keys
+    assert (out[:, :, :blind] == 0).all()
+    assert torch.allclose(lse[:, :, :blind], sinks[:, None])
+    assert out[:, :, blind:].isnan().all()
+    assert lse[:, :, blind:].isnan().all() == (tensor == "k")
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_graph_divides_fewer_keys(invariant, monkeypatch):
     """A batch-invariant call gives the same bits in a graph and outside."""
@@ -169,6 +197,8 @@ def test_few_rows_take_few_steps(pad, keys, pairs, expected):
         (128, 65, 8, 2**14, (128, 8, 1)),
         (256, 100, 8, 2**15, (128, 8, 1)),
         (64, 100, 200, 2**15, (128, 4, 1)),  # two programs share a multiprocessor
+        (128, 100, 200, 2**15, (128, 4, 1)),
+        (128, 100, 200, 2**14, (64, 4, 2)),  # and its shared memory
         (64, 200, 200, 2**15, (64, 4, 3)),
     ],
 )
