@@ -20,6 +20,7 @@ from pasa.ops.attention.triton.tile_math import (
     beside_sink,
     in_steps,
     largest_score,
+    wait_for_others,
 )
 
 
@@ -274,7 +275,7 @@ def merge_kernel(
     o_split = o_pair * splits + o_split
     o_part = tl.cast(o_split, tl.int64) * BLOCK_M + o_row
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        wait_for_others(splits)
         tl.extra.cuda.gdc_launch_dependents()
     # O last, because it is waited for at once
     b_state = tl.load(p_state + 2 * o_part[:, None] + tl.arange(0, 2)[None, :], mask=m_split[:, None], other=0.0)

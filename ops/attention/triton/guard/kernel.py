@@ -7,7 +7,7 @@ program decides from its own numbers whether it has something to repair.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, in_steps, is_finite, middle_anchor
+from pasa.ops.attention.triton.tile_math import FP16_MAX, INF, in_steps, is_finite, middle_anchor, wait_for_others
 
 LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up to here cannot be rounded to infinity
 
@@ -346,8 +346,8 @@ def finish_kernel(
     if EMPTY:
         p_empty += batch * stride_eb + head * stride_eh
     large = tl.full((), 0, tl.int32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # before V as well: the fused kernel may have started early, too
+    if PDL and (VALUES or SCANNED):  # before V as well: the fused kernel may have started early, too
+        wait_for_others(rows)
     if VALUES:
         p_values = p_v + batch * stride_vb + head // group * stride_vh
         for start in range(0, keys, BLOCK_N):
@@ -375,6 +375,8 @@ def finish_kernel(
     for begin in range(first, last, BLOCK_M):
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
+        if PDL and not (VALUES or SCANNED):
+            wait_for_others(rows)
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)
