@@ -198,7 +198,7 @@ KERNELS = [
     mutant(
         "short: a program holds more keys than its shared memory has room for",
         "ops/attention/triton/short/launch.py",
-        "min(together, held // pad)",
+        "min(together, room // pad)",
         "together",
         FEW_KEYS + "test_a_program_alone_on_its_multiprocessor_holds_all_keys",
     ),
