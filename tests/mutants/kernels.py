@@ -256,7 +256,7 @@ KERNELS = [
         SHORT,
         "tl.abs(b_anchor) >= LEAST_ANCHOR",
         "tl.abs(b_anchor) >= 0.0",
-        FEW_KEYS + "test_a_column_of_small_steady_keys_needs_no_other_anchors[0.005]",
+        FEW_KEYS + "test_a_column_of_small_steady_keys_needs_no_other_anchors[0.005-300]",
     ),
     mutant(
         "short: other sequences decide on the kernel of a call that must not depend on them",

@@ -21,11 +21,15 @@ SHORT = [  # heads, (Sq, Skv), D: one tile, several tiles, as many keys as the k
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "bias", "kind"), pairwise(SHORT, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
-)
-def test_short_keys(shape, bias, kind):
+KINDS = ["none", "causal", "bool", "float", "causal row"]
+HELD = launch.HELD, 0  # elements of the keys of one block; with 0, more than 64 keys take several blocks
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(("shape", "bias", "kind"), pairwise(SHORT, (0, 300), KINDS), ids=str)
+def test_short_keys(shape, bias, kind, held, monkeypatch):
     """Few keys are right, as in video models, which attend over 25 frames at every pixel and over single tokens."""
+    monkeypatch.setattr(launch, "HELD", held)
     check_few_keys(shape, bias, kind)
 
 
@@ -52,11 +56,11 @@ PROMPTS = [  # heads, (Sq, Skv), D: fewer rows than keys, more, as many, several
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "bias", "kind"), pairwise(PROMPTS, (0, 300), ["none", "causal", "bool", "float", "causal row"]), ids=str
-)
-def test_short_prompts(shape, bias, kind):
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize(("shape", "bias", "kind"), pairwise(PROMPTS, (0, 300), KINDS), ids=str)
+def test_short_prompts(shape, bias, kind, held, monkeypatch):
     """Prompts of some blocks of keys are right where no multiprocessor has more than two tiles to do."""
+    monkeypatch.setattr(launch, "HELD", held)
     with short_prompts(True):
         call = Call(*on_device(*normal_qkv(shape[0], shape[1], shape[2], batch=2)), 1.0)
         assert is_short(KernelCall.of(call))
@@ -80,11 +84,12 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
+@pytest.mark.parametrize("keys", [128, 300])
 @pytest.mark.parametrize("small", [0.0, 0.005, 0.03])
-def test_a_column_of_small_steady_keys_needs_no_other_anchors(small, monkeypatch):
+def test_a_column_of_small_steady_keys_needs_no_other_anchors(small, keys, monkeypatch):
     """Story: its anchor gave a unit beyond FP16, and all keys of a biased call counted as rounded."""
     monkeypatch.delattr(split_kernel, "anchored_scores")
-    q, k, v = normal_qkv((1, 1), (16, 128), 64)
+    q, k, v = normal_qkv((1, 1), (16, keys), 64)
     q, k = q + 20, k + 300
     k[..., 5] = small
     check(q, k, v, "exact")
@@ -208,7 +213,7 @@ def test_a_program_alone_on_its_multiprocessor_holds_all_keys(pad, keys, pairs, 
     assert 4 * tile.stages * tile.block_n * pad <= (96 if held == 2**14 else 160) * 1024
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(1, 134), (3, 292)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 134), (1, 326), (3, 292)])
 def test_long_keys_before_short_ones(rows, keys):
     """The last keys need no anchor. Those before them do: their scores differ by a few of 160,000 nats.
 
