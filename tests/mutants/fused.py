@@ -54,7 +54,7 @@ FUSED = [
         "rows beyond the last one see keys",
         GUARD,
         "m_seen = m_seen & m_tile\n",
-        "m_seen = m_seen\n",
+        "m_seen = m_seen & (o_n < keys)[None, :]\n",
         OF_SEEN_KEYS + "test_the_keys_that_some_row_sees_are_found_with_the_bias",
     ),
     mutant(
