@@ -110,7 +110,7 @@ def test_results_that_nobody_needs_lie_behind_the_workspace(monkeypatch):
 
 
 def test_a_result_that_a_kernel_takes_as_a_tensor_is_one(monkeypatch):
-    """So do kernels that Triton launches itself."""
+    """Kernels that Triton launches itself take tensors, where others take addresses."""
     monkeypatch.setattr(plans, "may_keep", lambda x: True)
     plan, _ = plan_of(lse_as_tensor=True)
     _, lse, _ = plan.run((X,), alone=True)

@@ -86,11 +86,10 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int, held: int)
     most = 2 * places if keys <= 2 * BLOCK else places
     block_m = min([each for each in (ROWS, 2 * ROWS) if programs(pairs, rows, each) <= most], default=block_m)
     count = programs(pairs, rows, block_m)
-    together = ALONE_KEYS if count <= places else SHARED_KEYS if count <= 2 * places and pad <= 128 else 0
-    room = held if count <= places else held // 2
-    if block_m == ROWS and BLOCK < keys <= min(together, room // pad):
-        return Tile(ROWS, 1 << (keys - 1).bit_length(), 8 if count <= places else 4, 1), False
     crowded = count > 2 * places
+    together, room, warps = (ALONE_KEYS, held, 8) if count <= places else (SHARED_KEYS, held // 2, 4)
+    if block_m == ROWS and not crowded and BLOCK < keys <= min(together, room // pad):
+        return Tile(ROWS, 1 << (keys - 1).bit_length(), warps, 1), False
     wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each
     block_n = max(16, 1 << (min(keys, BLOCK if wide else BLOCK // 2) - 1).bit_length())
     whole = keys <= block_n
