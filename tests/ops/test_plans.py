@@ -142,6 +142,7 @@ def test_a_new_backend_is_considered(monkeypatch):
         attend(q, k, v)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="replaces the cuDNN that serves calls on a GPU")
 def test_a_choice_by_shape_is_part_of_a_plan(monkeypatch):
     """Each shape stays with its backend if two serve by shape, and only a backend that can be repeated has plans.
 

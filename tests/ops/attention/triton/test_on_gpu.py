@@ -149,18 +149,19 @@ def test_same_bits_every_time(name):
 
 
 def test_chosen_by_itself_and_compiled():
+    """Compiled calls give the bits of eager ones; in a CUDA graph, another backend may be chosen, and gives its own."""
     q, k, v = on_gpu("prefill")
 
     def step(q, k, v):
         return pasa.attention(q, k, v, is_causal=True) * 2
 
     torch._dynamo.reset()
+    of_backends = [pasa.attention(q, k, v, is_causal=True, backend=each) * 2 for each in ("triton", "sdpa")]
     expected = step(q, k, v)
-    assert any(
-        torch.equal(expected, pasa.attention(q, k, v, is_causal=True, backend=each) * 2) for each in ("triton", "sdpa")
-    )
+    assert any(torch.equal(expected, each) for each in of_backends)
     assert torch.equal(torch.compile(step, fullgraph=True)(q, k, v), expected)
-    assert torch.equal(torch.compile(step, fullgraph=True, mode="reduce-overhead")(q, k, v), expected)
+    in_graph = torch.compile(step, fullgraph=True, mode="reduce-overhead")(q, k, v)
+    assert any(torch.equal(in_graph, each) for each in of_backends)
 
 
 def test_diagnostics_are_left_to_the_reference():
