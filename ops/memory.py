@@ -7,6 +7,7 @@ a stream can use the same memory.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -40,10 +41,24 @@ def kept_memory(x: Tensor, size: int) -> Tensor:
             size = max(size, min(2 * buffer.numel(), MOST_BYTES))
         if len(_kept.buffers) >= STREAMS:
             _kept.buffers.clear()
-        with torch.inference_mode(False):
-            buffer = torch.empty(size, dtype=torch.uint8, device=x.device)
-        _kept.buffers[place] = buffer
+        buffer = _kept.buffers[place] = _allocate(x, size)
     return buffer
+
+
+def _allocate(x: Tensor, size: int) -> Tensor:
+    """Return memory for launches on the current stream, from torch's general pool, whatever the mode of this thread.
+
+    A thread may be told to allocate from another pool. torch.compile does so before it captures a graph, and fails if
+    that memory is kept. It is told to one thread, so that memory comes from a new one.
+    """
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+    def allocate() -> Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=x.device)
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(allocate).result()
 
 
 def _place(x: Tensor) -> tuple[int, int]:

@@ -117,6 +117,29 @@ def test_a_result_that_a_kernel_takes_as_a_tensor_is_one(monkeypatch):
     assert lse.shape == (5,)
 
 
+def test_it_is_allocated_by_a_thread_without_modes():
+    """A mode, such as a default device, or a pool to allocate from, is one of a thread."""
+    with torch.inference_mode(), torch.device("meta"):
+        kept = memory.kept_memory(X, 100)
+    assert not kept.is_inference()
+    assert kept.device == X.device
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="pools need a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_no_other_pool_holds_it(rows):
+    """Story: torch.compile(mode="reduce-overhead") failed, because its pool still held memory after a call."""
+    q, k, v = (x.half().to(DEVICE) for x in normal_qkv((8, 2), (rows, 1000), 64))
+    pool = torch.cuda.MemPool()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.use_mem_pool(pool):
+        for _ in range(3):
+            out = pasa.attention(q, k, v, backend="triton")
+    torch.cuda.synchronize()
+    assert memory._kept.buffers
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert [block["address"] for block in blocks if block["state"] == "active_allocated"] == [out.data_ptr()]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="streams and graphs need a CUDA GPU")
 def test_graphs_and_streams_have_memory_of_their_own():
     """A replayed graph, and another stream, still find their splits after many eager calls."""
