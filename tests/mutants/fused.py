@@ -229,8 +229,8 @@ FUSED = [
     mutant(
         "over few keys a log-sum-exp that is not finite is not looked at",
         GUARD,
-        "wanted = tl.maximum(large, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1)))",
-        "wanted = large",
+        "wanted = tl.maximum(wanted, tl.max(tl.where(m_lses, 0, 1)))",
+        "wanted += 0",
         OF_GUARD + "test_over_few_keys_values_tell_whether_outputs_can_be_wrong[40000.0]",
     ),
     mutant(
@@ -243,9 +243,23 @@ FUSED = [
     mutant(
         "a row whose log-sum-exp is -inf is not looked at",
         GUARD,
-        "tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1))",
-        "tl.max(tl.where(b_lses < INF, 0, 1), 0)",
+        "m_lses = m_lses & (b_lses > -INF)\n    elif",
+        "m_lses = m_lses & (b_lses <= INF)\n    elif",
         KEPT,
+    ),
+    mutant(
+        "a row without keys that follows others is not looked at",
+        GUARD,
+        "m_lses = m_lses & (b_empty == 0)",
+        "m_lses = m_lses & (b_empty < 2)",
+        OF_GUARD + "test_whatever_a_kernel_makes_of_rows_without_keys_they_get_0",
+    ),
+    mutant(
+        "an output that is not finite is not looked at",
+        GUARD,
+        "wanted = tl.maximum(wanted, any_of(m_clean == 0))",
+        "wanted = tl.maximum(wanted, any_of(m_clean == 0) - 1)",
+        AGAIN,
     ),
     mutant(
         "an infinite output is kept",

@@ -42,16 +42,17 @@ NVIDIA_CASES = [
     *(
         make_case(
             finish_kernel,
-            f"finish_{mask}_d{dim}_{rows}" + "_early" * early + "_values" * values,
+            f"finish_{mask}_d{dim}_{rows}" + "_early" * early + f"_{looks}" * bool(looks),
             {
                 "MASK": mask,
-                "SCANNED": rows > 1 and not values,
+                "SCANNED": looks == "scanned",
                 "EMPTY": mask == "bool",
                 "QUERIES": not early,
-                "VALUES": values,
+                "VALUES": looks == "values",
                 "D": dim,
                 "D_PAD": dim,
-                "BLOCK_L": 16 * rows if rows > 1 else 1,
+                "BLOCK_L": 4 * rows if rows > 1 else 1,
+                "BLOCK_R": (4 if early else 2) * rows if rows > 1 else 1,
                 "BLOCK_M": rows,
                 "BLOCK_N": 4096 // dim,
                 "PDL": early,
@@ -59,10 +60,11 @@ NVIDIA_CASES = [
             options={"maxnreg": 64},
             architectures=(90,) if early else ARCHITECTURES,
         )
-        for mask, dim, rows, early, values in (
-            *(("none", 128, 32, False, False), ("none", 128, 1, False, False)),
-            *(("bool", 64, 32, False, False), ("float", 256, 32, False, False)),
-            *(("none", 128, 32, True, False), ("none", 128, 1, True, False), ("none", 128, 32, True, True)),
+        for mask, dim, rows, early, looks in (
+            *(("none", 128, 16, False, "scanned"), ("none", 128, 16, False, ""), ("none", 128, 1, False, "")),
+            *(("bool", 64, 32, False, "scanned"), ("float", 256, 8, False, "scanned"), ("float", 256, 8, False, "")),
+            *(("none", 128, 16, True, each) for each in ("scanned", "values", "")),
+            *(("none", 128, 1, True, ""), ("bool", 128, 16, True, "")),
         )
     ),
 ]

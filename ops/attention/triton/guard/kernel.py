@@ -13,6 +13,13 @@ LARGE: tl.constexpr = tl.constexpr(2.0**15)  # convex combinations of values up 
 
 
 @triton.jit
+def any_of(m_x):
+    """Return 1 if one of the flags (M, D) is set, else 0."""
+    flags: tl.constexpr = m_x.shape[0] * m_x.shape[1]
+    return tl.max(tl.reshape(tl.where(m_x, 1, 0), (flags,), can_reorder=True), 0)
+
+
+@triton.jit
 def merge(low, high, top, other_low, other_high, other_top):
     """Return the extremes of two sets: NaN if one of them holds a NaN."""
     low = tl.minimum(low, other_low, propagate_nan=tl.PropagateNan.ALL)
@@ -321,7 +328,8 @@ def finish_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,  # rows of a program
-    BLOCK_M: tl.constexpr,  # of them looked at together
+    BLOCK_R: tl.constexpr,  # of them looked at together
+    BLOCK_M: tl.constexpr,  # and repaired together
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,  # launched while the fused kernel ends
     STEP: tl.constexpr,  # of the strides of q, k, v and the output: `in_steps`
@@ -358,25 +366,43 @@ def finish_kernel(
     last = tl.minimum(first + BLOCK_L, rows)
     suspect = tl.full((), 0, tl.int32)
     b_anchor = tl.zeros((D_PAD,), tl.float32)
-    if SCANNED or VALUES:
-        o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
-        b_lses = tl.load(p_lse + o_l * stride_lm, mask=o_l < rows, other=0.0)
-        wanted = tl.maximum(large, tl.max(tl.where(tl.abs(b_lses) < INF, 0, 1)))
-        if SCANNED:
-            p_head = p_column + (batch * (heads // group) + head // group) * (2 * D) + o_d
-            b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
-            b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
-            suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1))
-            wanted = tl.maximum(wanted, tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1)))
-            b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
-        if EMPTY:
-            wanted = 1
-        last = tl.where(wanted > 0, last, first)
+    o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    p_lses = p_lse + o_l * stride_lm
+    if PDL and not (VALUES or SCANNED):
+        wait_for_others(rows)
+    b_lses = tl.load(p_lses, mask=o_l < rows, other=0.0)
+    if EMPTY:
+        b_empty = tl.load(p_empty + o_l * stride_em, mask=o_l < rows, other=0)
+    wanted = large
+    if SCANNED:
+        p_head = p_column + (batch * (heads // group) + head // group) * (2 * D) + o_d
+        b_anchor = tl.load(p_head, mask=o_d < D, other=0.0).to(tl.float32)
+        b_top = tl.load(p_head + D, mask=o_d < D, other=0.0).to(tl.float32)
+        suspect = tl.max(tl.where(b_anchor == b_anchor, 0, 1))
+        wanted = tl.maximum(wanted, tl.max(tl.where((b_anchor == 0.0) & (b_top <= LARGE), 0, 1)))
+        b_anchor = tl.where(b_anchor == b_anchor, b_anchor, 0.0)
+    elif not VALUES:  # many numbers at a time, and no code between them that would repair one
+        for begin in range(first, last, BLOCK_R):
+            o_r = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_R)
+            m_tile = (o_r < rows)[:, None] & (o_d < D)[None, :]
+            m_clean = is_finite(tl.load(p_out + (o_r * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0))
+            if QUERIES:
+                b_query = tl.load(p_rows + (o_r * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
+                m_clean = m_clean & is_finite(b_query)
+            wanted = tl.maximum(wanted, any_of(m_clean == 0))
+    # The log-sum-exps have arrived meanwhile.
+    m_lses = b_lses < INF  # NaN is not below
+    if SCANNED or VALUES or EMPTY:  # an infinite query may have -inf
+        m_lses = m_lses & (b_lses > -INF)
+    elif MASK == "none":  # a mask may leave a row without keys, which has -inf
+        m_lses = m_lses & ((b_lses > -INF) | (o_l + (keys - rows) + right < 0))
+    if EMPTY:
+        m_lses = m_lses & (b_empty == 0)
+    wanted = tl.maximum(wanted, tl.max(tl.where(m_lses, 0, 1)))
+    last = tl.where(wanted > 0, last, first)
     for begin in range(first, last, BLOCK_M):
         o_m = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_M)
         m_tile = (o_m < rows)[:, None] & (o_d < D)[None, :]
-        if PDL and not (VALUES or SCANNED):
-            wait_for_others(rows)
         b_out = tl.load(p_out + (o_m * stride_om)[:, None] + o_d[None, :], mask=m_tile, other=0.0)
         b_lse = tl.load(p_lse + o_m * stride_lm, mask=o_m < rows, other=0.0)
         m_clean = is_finite(b_out)

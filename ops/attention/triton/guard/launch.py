@@ -21,7 +21,8 @@ SPLITS = 32  # programs that share the keys of a column; each reads what all of 
 WIDTH, NARROW = 64, 16  # columns: HBM delivers 64 bytes at a time; fewer if all keys fit then into one program
 ONE_PASS = 2048  # keys of a program that needs no scan before it
 ELEMENTS = 4096  # of a warp: reductions across its threads take as long for a quarter of them
-ROWS_TILE = 2048  # elements of the query rows that are looked at together
+LOOK = 8192  # elements of outputs, and as many of queries, that a program asks for before it waits for one
+REPAIR = 2048  # elements of the rows that are repaired together
 REGISTERS = 64  # of a thread: eight programs of a multiprocessor read at a time; without a limit, three
 PROGRAMS = 256, 4096  # that look at log-sum-exps alone, or at outputs as well
 ROWS_A_KEY = 2  # rows of a program for each key of its head, from which on it looks at values and not at outputs
@@ -213,13 +214,14 @@ def finish(
     out = out if out.stride(-1) == 1 else out.contiguous()
     (batch, heads, rows, dim), keys, pad = call.q.shape, call.keys, pad_dim(call.q.shape[3])
     padded = 1 << (rows - 1).bit_length()
-    block_m = min(ROWS_TILE // pad, padded)
+    block_m = min(REPAIR // pad, padded)
     busy = [batch * heads * padded // each for each in PROGRAMS]  # rows of each of so many programs
     longest = max(LONGEST, padded >> 15)  # there are at most 65,535 tiles, as there are heads
     few, many = (max(block_m, min(longest, padded, 1 << each.bit_length())) for each in busy)
     by_values = anchors is None and call.mask is None and not queries and ROWS_A_KEY * keys <= few
     block_l = many if anchors is None and not by_values else few
     tiles, warps = -(-rows // block_l), 1 if block_l * pad <= ONE_WARP else 4
+    block_r = min(LOOK // (2 if queries else 1) // pad, block_l)
     left, right = (WIDEST if side < 0 else min(side, WIDEST) for side in call.window)
     right = 0 if call.is_causal else right
     tensors = (
@@ -233,7 +235,7 @@ def finish(
              *call.mask_strides, *((0, 0, 0) if empty is None else empty.stride()),
              heads, call.group, rows, keys, left, right, call.scale),
             {"MASK": call.mask_kind, "SCANNED": anchors is not None, "EMPTY": empty is not None, "QUERIES": queries,
-             "VALUES": by_values, "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_M": block_m,
+             "VALUES": by_values, "D": dim, "D_PAD": pad, "BLOCK_L": block_l, "BLOCK_R": block_r, "BLOCK_M": block_m,
              "BLOCK_N": REDONE * warps // pad, "PDL": early(out.device), "STEP": step_of(out, call.q, call.k, call.v)},
             num_warps=warps, **launched_early(out.device), **at_most(REGISTERS, out.device),
         )  # fmt: skip

@@ -37,6 +37,9 @@ NVIDIA_CASES = [
             (89, 80, 16, 128, 4, 1, "none", False, 0, {"STEP": 8}),
             (80, 256, 16, 128, 8, 1, "float", False, 0, {"WINDOW": True, "SINKS": True}),
             (80, 128, 16, 256, 8, 1, "none", False, 13, {"CAP": "low", "MAXIMA": True}),
+            (80, 128, 32, 256, 8, 1, "none", True, 0, {}),
+            (89, 64, 32, 256, 8, 1, "none", True, 0, {}),
+            (80, 128, 32, 128, 4, 1, "bool", False, 0, {}),
         )
     ),
     *(

@@ -18,8 +18,8 @@ DECODE_KEYS, CAPTURED_KEYS = 384, 256
 # dimension is above 128. Beyond, kernels of two passes are as fast (H100).
 PROMPT_KEYS = 256
 BLOCK = 64  # keys, and rows, that a program holds at a time, where there are more programs or rows
-# Keys that a program of few rows holds at a time, so that it waits for memory once: where it has a multiprocessor for
-# itself, or where two programs share one. K and V take 4 bytes an element of shared memory, of which sm_89 has 99 KiB.
+# Keys that a program of up to 32 rows holds at a time, so that it waits for memory once: where it has a multiprocessor
+# for itself, or where two programs share one. K and V take 4 bytes an element of shared memory; sm_89 has 99 KiB.
 ALONE_KEYS, SHARED_KEYS = 256, 128
 HELD, HELD_BY_LESS = 2**15, 2**14  # elements of K
 PROMPT_ELEMENTS = 4096  # of the tile that holds all keys of a head, where programs of many rows wait for others
@@ -88,8 +88,8 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int, held: int)
     count = programs(pairs, rows, block_m)
     crowded = count > 2 * places
     together, room, warps = (ALONE_KEYS, held, 8) if count <= places else (SHARED_KEYS, held // 2, 4)
-    if block_m == ROWS and not crowded and BLOCK < keys <= min(together, room // pad):
-        return Tile(ROWS, 1 << (keys - 1).bit_length(), warps, 1), False
+    if block_m <= 2 * ROWS and not crowded and BLOCK < keys <= min(together, room // pad):
+        return Tile(block_m, 1 << (keys - 1).bit_length(), warps, 1), False
     wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each
     block_n = max(16, 1 << (min(keys, BLOCK if wide else BLOCK // 2) - 1).bit_length())
     whole = keys <= block_n

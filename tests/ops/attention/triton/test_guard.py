@@ -167,6 +167,38 @@ def test_rows_that_a_kernel_got_right_keep_their_bits():
     assert torch.equal(new_lse.isnan(), new.isnan().all(-1))
 
 
+@pytest.mark.parametrize("row", [0, 31, 32, 77, 149])
+@pytest.mark.parametrize("what", ["output", "log-sum-exp", "query", "without keys"])
+def test_one_wrong_row_of_many_is_found(what, row, monkeypatch):
+    """A program looks at many rows, some at a time, and then repairs fewer at a time; all others keep their bits."""
+    monkeypatch.setattr(guard, "PROGRAMS", (1, 1))
+    monkeypatch.setattr(guard, "LOOK", 2048)
+    monkeypatch.setattr(guard, "REPAIR", 512)
+    q, k, v = (x.to(DEVICE) for x in normal_qkv((2, 1), (150, 9), 32))
+    out, lse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
+    mask = torch.zeros(1, 1, 150, 9, dtype=torch.float16, device=DEVICE) if what == "without keys" else None
+    place = 0, 1, row
+    if what == "output":
+        out[place][31] = torch.inf
+    elif what == "log-sum-exp":
+        lse[place] = torch.nan
+    elif what == "query":
+        q[place][3] = torch.nan
+    else:
+        mask[0, 0, row] = -torch.inf
+        place = 0, slice(None), row
+    call = Call(q, k, v, 0.2, mask=mask)
+
+    def attend(*_):
+        return out.clone(), lse.clone()
+
+    new, new_lse = guard.attend_guarded(call, attend, attend, anchored=False)
+    changed = torch.zeros_like(lse, dtype=torch.bool)
+    changed[place] = True
+    assert torch.equal((new != out).any(-1), changed)
+    assert torch.equal(new_lse != lse, changed)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_below_a_mask_a_query_that_the_kernel_hid_makes_its_row_nan(bad):
     """A kernel may give it what it gives a row without keys, of which masks make many: 0 and -inf."""

@@ -67,6 +67,18 @@ def test_short_prompts(shape, bias, kind, held, monkeypatch):
         check_few_keys(shape, bias, kind)
 
 
+@pytest.mark.parametrize("keys", [65, 100, 200])
+@pytest.mark.parametrize(("bias", "kind", "dim"), pairwise((0, 300), KINDS, (64, 128)), ids=str)
+def test_tiles_of_more_rows_hold_all_keys_of_a_prompt(bias, kind, dim, keys, monkeypatch):
+    """Where two programs share a multiprocessor, or one that has more rows has it for itself."""
+    places, block_n = (8, 128) if keys <= 128 else (16, 256)
+    with short_prompts(True), monkeypatch.context() as patch:
+        patch.setattr(launch, "processors", lambda _: places)
+        tile, _ = tile_for(dim, keys, 4, 100, places, launch.HELD)
+        assert (tile.block_m, tile.block_n) == (32, block_n)
+        check_few_keys(((2, 2), (100, keys), dim), bias, kind)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
 @pytest.mark.parametrize("bias", [300, -300])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 40), (3, 300), (70, 30)])
@@ -164,7 +176,7 @@ def test_a_graph_divides_fewer_keys(invariant, monkeypatch):
 def test_small_tiles_where_all_run_at_once():
     """Tiles are the smallest that all find a free multiprocessor; a call that must not depend on that has none."""
     small, _ = tile_for(128, 300, 8, 256, *H100)
-    middle, _ = tile_for(128, 200, 16, 256, *H100)
+    middle, _ = tile_for(128, 257, 16, 256, *H100)
     large, crowded = tile_for(128, 200, 64, 256, *H100)
     assert (small.block_m, small.warps, small.stages) == (16, 4, 3)
     wide, _ = tile_for(256, 100, 2, 256, *H100)
@@ -211,6 +223,23 @@ def test_a_program_alone_on_its_multiprocessor_holds_all_keys(pad, keys, pairs, 
     tile, _ = tile_for(pad, keys, pairs, 4, 132, held)
     assert (tile.block_n, tile.warps, tile.stages) == expected
     assert 4 * tile.stages * tile.block_n * pad <= (96 if held == 2**14 else 160) * 1024
+
+
+@pytest.mark.parametrize(
+    ("pad", "keys", "pairs", "rows", "expected"),
+    [
+        (64, 128, 8, 128, (16, 128, 8, 1)),
+        (64, 128, 64, 128, (32, 128, 4, 1)),  # two programs share a multiprocessor
+        (128, 128, 64, 128, (32, 128, 4, 1)),
+        (64, 130, 64, 128, (64, 32, 4, 3)),
+        (128, 256, 16, 250, (32, 256, 8, 1)),
+        (256, 128, 64, 128, (32, 32, 4, 2)),  # and its shared memory
+        (64, 128, 512, 128, (64, 32, 4, 2)),
+    ],
+)
+def test_programs_of_more_rows_hold_all_keys_as_well(pad, keys, pairs, rows, expected):
+    tile, _ = tile_for(pad, keys, pairs, rows, *H100)
+    assert (tile.block_m, tile.block_n, tile.warps, tile.stages) == expected
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 134), (1, 326), (3, 292)])
