@@ -249,7 +249,7 @@ KERNELS = [
         "ops/attention/triton/split_kernel.py",
         "tl.min(tl.where(m_row, o_query, 2147483647), 0) + diagonal - span",
         "diagonal - span",
-        FEW_KEYS + "test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile[64]",
+        FEW_KEYS + "test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile[64-0]",
     ),
     mutant(
         "short: an anchor may be so small that its unit is infinite",

@@ -107,9 +107,11 @@ def test_a_column_of_small_steady_keys_needs_no_other_anchors(small, keys, monke
     check(q, k, v, "exact")
 
 
+@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile(dim):
+def test_a_key_that_other_tiles_see_changes_no_bit_of_a_tile(dim, held, monkeypatch):
     """The first row alone sees key 46. Story: rows of all tiles got other anchors where that key is long."""
+    monkeypatch.setattr(launch, "HELD", held)
     q, k, v = normal_qkv((1, 1), (64, 150), dim)
     q, k = q + 100, k + 300
     q[..., dim // 2 :] *= -1
