@@ -156,7 +156,7 @@ def add_command(group: typer.Typer, experiment: Experiment) -> None:
         switches = {each: arguments.pop(_switch(each)) for each in experiment.variants}
         chosen = _choose(experiment, switches)
         if experiment.variants:
-            arguments = _accepted(chosen, arguments)
+            arguments = _accepted(experiment, chosen, arguments)
         with stoppable(chosen.resume):
             if chosen.needs_models:
                 needs_models(title)
@@ -185,11 +185,15 @@ def _choose(experiment: Experiment, switches: dict[Experiment, bool]) -> Experim
     return chosen[0] if chosen else experiment
 
 
-def _accepted(chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
+def _accepted(experiment: Experiment, chosen: Experiment, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the options that the user set; raise ValueError for one that the chosen variant does not have."""
     set_options = {name: value for name, value in arguments.items() if value is not None and value is not False}
     for name in set_options.keys() - inspect.signature(chosen.run).parameters:
-        raise ValueError(f"--{name.replace('_', '-')} is no option of --{chosen.name}")
+        option = f"--{name.replace('_', '-')}"
+        if chosen is experiment:
+            having = [each.name for each in experiment.variants if name in inspect.signature(each.run).parameters]
+            raise ValueError(f"{option} needs {' or '.join(f'--{each}' for each in having)}: add it")
+        raise ValueError(f"{option} is no option of --{chosen.name}")
     return set_options
 
 

@@ -178,6 +178,7 @@ def test_json_file_and_output_folder(tmp_path: Path, options: list[str], made: s
         (["predict", "--model", "/nowhere", "--delta", "2"], "delta=2.0 is not a probability between 0 and 1"),
         (["predict", "--model", ".", "--offset", "3"], "--offset is for the built-in models"),
         (["predict", "--paper-tables", "--model", "x"], "--model is no option of --paper-tables"),
+        (["check-device", "--quick"], "--quick needs --npu: add it"),
         (["eval", "fuzz", "--cases", "0"], "cases=0"),
         (["bench", "soak", "--jobs", "0"], "jobs=0"),
         (["bench", "soak", "--only", "-1"], "only=-1"),
