@@ -354,7 +354,9 @@ def finish_kernel(
     if EMPTY:
         p_empty += batch * stride_eb + head * stride_eh
     large = tl.full((), 0, tl.int32)
-    if PDL and (VALUES or SCANNED):  # before V as well: the fused kernel may have started early, too
+    o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
+    p_lses = p_lse + o_l * stride_lm
+    if PDL:  # before V as well: the fused kernel may have started early, too
         wait_for_others(rows)
     if VALUES:
         p_values = p_v + batch * stride_vb + head // group * stride_vh
@@ -366,10 +368,6 @@ def finish_kernel(
     last = tl.minimum(first + BLOCK_L, rows)
     suspect = tl.full((), 0, tl.int32)
     b_anchor = tl.zeros((D_PAD,), tl.float32)
-    o_l = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_L)
-    p_lses = p_lse + o_l * stride_lm
-    if PDL and not (VALUES or SCANNED):
-        wait_for_others(rows)
     b_lses = tl.load(p_lses, mask=o_l < rows, other=0.0)
     if EMPTY:
         b_empty = tl.load(p_empty + o_l * stride_em, mask=o_l < rows, other=0)
@@ -394,7 +392,7 @@ def finish_kernel(
     m_lses = b_lses < INF  # NaN is not below
     if SCANNED or VALUES or EMPTY:  # an infinite query may have -inf
         m_lses = m_lses & (b_lses > -INF)
-    elif MASK == "none":  # a mask may leave a row without keys, which has -inf
+    elif MASK == "none":  # then only rows before the first key have none, and -inf
         m_lses = m_lses & ((b_lses > -INF) | (o_l + (keys - rows) + right < 0))
     if EMPTY:
         m_lses = m_lses & (b_empty == 0)

@@ -70,7 +70,7 @@ def test_short_prompts(shape, bias, kind, held, monkeypatch):
 @pytest.mark.parametrize("keys", [65, 100, 200])
 @pytest.mark.parametrize(("bias", "kind", "dim"), pairwise((0, 300), KINDS, (64, 128)), ids=str)
 def test_tiles_of_more_rows_hold_all_keys_of_a_prompt(bias, kind, dim, keys, monkeypatch):
-    """Where two programs share a multiprocessor, or one that has more rows has it for itself."""
+    """Two programs share a multiprocessor, or one that has more rows has it for itself."""
     places, block_n = (8, 128) if keys <= 128 else (16, 256)
     with short_prompts(True), monkeypatch.context() as patch:
         patch.setattr(launch, "processors", lambda _: places)
