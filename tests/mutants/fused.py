@@ -60,9 +60,16 @@ FUSED = [
     mutant(
         "the keys that some row sees are not looked for with the bias",
         "ops/attention/triton/guard/launch.py",
-        "k, anchors = shift_columns(kernel_call, seen) if anchored",
-        "k, anchors = shift_columns(kernel_call, None) if anchored",
+        "_shifted(call, seen, anchored)",
+        "_shifted(call, None, anchored)",
         OF_SEEN_KEYS + "test_masked_out_keys_enter_no_anchor",
+    ),
+    mutant(
+        "a repeated call hands its keys over as they are",
+        "ops/attention/triton/guard/launch.py",
+        "out, lse = fused(q, shifted, v",
+        "out, lse = fused(q, k, v",
+        "tests/ops/attention/sdpa/test_repeated_calls.py::test_a_repeated_call_has_anchors_of_its_own",
     ),
     mutant(
         "an anchor of keys that differ by a factor of four",

@@ -114,10 +114,9 @@ def _repeated(call: Call) -> Repeated:
 
     def again(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, alone: bool = False) -> tuple[Tensor, Tensor]:
         if by_cudnn and kept and cudnn_allowed():
-            bias, empty, _ = kept[0].bias.run(others[0]) if kept[0].bias is not None else (None, None, None)
-            out, lse = call_cudnn(q, k, v, bias, causal, scale)
-            if kept[0].run(out, lse, q, k, v, *((others[0], empty) if others else ())):
-                return _laid_out(out, tokens_first), lse.contiguous()
+            done = kept[0].attend(call_cudnn, q, k, v, others[0] if others else None, causal, scale)
+            if done is not None:
+                return _laid_out(done[0], tokens_first), done[1].contiguous()
         given: dict[str, Any] = limits | dict(zip(optional, others, strict=True))
         out, lse, *_ = _attend_dense(Call(q, k, v, **given), kept, queries=not (by_cudnn and cudnn_allowed()))
         return _laid_out(out, tokens_first), lse.contiguous()
@@ -137,7 +136,7 @@ def _is_direct(call: Call) -> bool:
     full = not call.is_causal or call.q.shape[2] in (1, call.k.shape[2])
     if call.mask is not None:
         full = call.mask.dtype == torch.bool and not call.is_causal
-    plain = call.sinks is None and call.window == (-1, -1) and full and not pay(call)
+    plain = call.sinks is None and call.window == (-1, -1) and full
     return plain and all(has_aligned_rows(x) for x in (call.q, call.k, call.v))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pasa.ops.attention.call import Call
 from pasa.ops.attention.triton.guard.kernel import bias_kernel, finish_kernel, scan_kernel, shift_columns_kernel
 from pasa.ops.attention.triton.kernel_call import STEP, WIDEST, KernelCall, step_of, strides_of, visible_keys
-from pasa.ops.attention.triton.launcher import Launch, at_most, early, launch, launched_early, prepared
+from pasa.ops.attention.triton.launcher import Launch, at_most, early, launched_early, prepared
 from pasa.ops.attention.triton.tiles import pad_dim
 from pasa.ops.devices import on_device
 
@@ -98,28 +98,97 @@ def _bias_buffers(mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]
     return bias, torch.empty(shape[:3], dtype=torch.uint8, device=mask.device)
 
 
+class Shift(NamedTuple):
+    """Hold the launches that subtract anchors from keys of one geometry.
+
+    Attributes
+    ----------
+    launches : tuple of Launch
+        That of `scan_kernel`, if one program does not hold all keys, and that of `shift_columns_kernel`.
+    parts : tuple of int
+        The shape of what the first leaves for the second.
+    """
+
+    launches: tuple[Launch, ...]
+    parts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, seen: Tensor | None) -> Shift:
+        """Prepare the launches for keys and values (B, Hkv, Skv, D) and `seen`, as in `run`."""
+        (batch, heads, keys, dim), padded = k.shape, 1 << (k.shape[2] - 1).bit_length()
+        width = min(pad_dim(dim), NARROW if padded <= ONE_PASS else WIDTH)
+        block = padded if padded <= ONE_PASS else max(TILE // width, padded // SPLITS)
+        splits = -(-keys // block)
+        made = k.new_empty(1)  # as those that `run` allocates
+        tensors = k, v, k if seen is None else _as_bytes(seen), made, made, made
+        slices = batch * heads * -(-dim // width)
+        stride_seen = 0 if seen is None else seen.stride(0)
+        numbers = *strides_of(k), *strides_of(v), stride_seen, heads, keys, splits
+        sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
+        warps = max(1, min(16, block * width // ELEMENTS))
+        grid = slices * splits, 1, 1
+        whole = sizes | {"WHOLE": splits == 1, "PARTS": SPLITS}
+        with on_device(k):
+            shift = prepared(shift_columns_kernel, grid, tensors, numbers, whole, num_warps=warps)
+            scan = splits > 1 and prepared(scan_kernel, grid, tensors[:4], numbers, sizes, num_warps=warps)
+        return cls((scan, shift) if scan else (shift,), (batch, heads, splits, 3, dim))
+
+    def run(self, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return K' (as k, contiguous), and anchors beside the largest |v| of each column (B, Hkv, 2, D).
+
+        Anchors are those of `head_anchors`, and NaN in columns with a key that is not finite. `seen`, (B, Skv) bool or
+        UINT8 with contiguous rows, marks the keys that some row sees; the others are ignored. None marks all.
+        """
+        shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
+        anchors = k.new_empty((*k.shape[:2], 2, k.shape[3]))
+        tensors = k, v, k if seen is None else _as_bytes(seen), k.new_empty(self.parts), shifted, anchors
+        *scan, shift = self.launches
+        for each in scan:
+            each(tensors[:4])
+        shift(tensors)
+        return shifted, anchors
+
+
 class Finish(NamedTuple):
-    """Hold the launches around the fused attention for calls of one geometry without anchors.
+    """Hold the launches around the fused attention for calls of one geometry.
 
     To prepare a launch takes the host ten times as long as the launch.
+
+    Attributes
+    ----------
+    launch : Launch
+        Of `finish_kernel`.
+    strides : (tuple of int, tuple of int)
+        Of the results that it was prepared for.
+    bias : Bias, optional
+    shift : Shift, optional
     """
 
     launch: Launch
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     bias: Bias | None
+    shift: Shift | None
 
-    def run(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
-        empty: Tensor | None = None,
-    ) -> bool:  # fmt: skip
-        """Launch the kernel; return False, and do nothing, if the results lie otherwise than in the first call.
-
-        `empty` is the second result of `Bias.run` for a mask.
-        """
+    def attend(
+        self, fused: Callable[..., Attended], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+        scale: float,
+    ) -> Attended | None:  # fmt: skip
+        """Attend by `fused`; return None if the results lie otherwise than in the first call."""
+        added = empty = seen = anchors = None
+        if mask is not None and self.bias is not None:
+            added, empty, seen = self.bias.run(mask)
+        shifted = k
+        if self.shift is not None:
+            shifted, anchors = self.shift.run(k, v, seen)
+        out, lse = fused(q, shifted, v, added, causal, scale)
         if (out.stride(), lse.stride()) != self.strides:
-            return False
-        self.launch((out, lse, q, k, v, out if mask is None else _as_bytes(mask), out, out if empty is None else empty))
-        return True
+            return None
+        mask, anchors, empty = (
+            out if mask is None else _as_bytes(mask), out if anchors is None else anchors,
+            out if empty is None else empty,
+        )  # fmt: skip
+        self.launch((out, lse, q, k, v, mask, anchors, empty))
+        return out, lse
 
 
 def attend_guarded(
@@ -145,69 +214,45 @@ def attend_guarded(
     """
     kernel_call = KernelCall.of(call)
     if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
-        k, anchors = shift_columns(kernel_call, visible_keys(kernel_call)) if anchored else (call.k, None)
-        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept, queries=queries)
+        shift, k, anchors = _shifted(call, visible_keys(kernel_call), anchored)
+        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept, shift=shift, queries=queries)
     bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]), marks_keys=anchored)
     added, empty, seen = bias.run(call.mask)
-    k, anchors = shift_columns(kernel_call, seen) if anchored else (call.k, None)
+    shift, k, anchors = _shifted(call, seen, anchored)
     out, lse = fused(call.q, k, call.v, added, False, call.scale)
-    return finish(kernel_call, anchors, out, lse, kept, bias, empty, queries=queries)
+    return finish(kernel_call, anchors, out, lse, kept, bias, empty, shift=shift, queries=queries)
 
 
-def shift_columns(call: KernelCall, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return K' (as k), and anchors beside the largest |v| of each column (B, Hkv, 2, D).
-
-    Anchors are those of `head_anchors`, and NaN in columns with a key that is not finite.
-
-    Parameters
-    ----------
-    call : KernelCall
-    seen : Tensor (B, Skv), bool or UINT8, optional
-        The keys that some row sees; the others are ignored. None if some row sees each key.
-    """
-    k, dim, (batch, heads, keys) = call.k, call.k.shape[3], call.k.shape[:3]
+def _shifted(call: Call, seen: Tensor | None, anchored: bool) -> tuple[Shift | None, Tensor, Tensor | None]:
+    """Return what `Shift.run` returns, and the launches; or the keys themselves if not `anchored`."""
+    if not anchored:
+        return None, call.k, None
     if seen is not None and seen.stride(1) != 1:
         seen = seen.contiguous()
-    seen_bytes, stride_seen = (k, 0) if seen is None else (_as_bytes(seen), seen.stride(0))
-    shifted = torch.empty_like(k, memory_format=torch.contiguous_format)
-    anchors = k.new_empty((batch, heads, 2, dim))
-    padded = 1 << (keys - 1).bit_length()
-    width = min(pad_dim(dim), NARROW if padded <= ONE_PASS else WIDTH)
-    block = padded if padded <= ONE_PASS else max(TILE // width, padded // SPLITS)
-    splits = -(-keys // block)
-    part = torch.empty((batch, heads, splits, 3, dim), dtype=k.dtype, device=k.device)
-    slices = batch * heads * -(-dim // width)
-    numbers = *strides_of(k), *strides_of(call.v), stride_seen, heads, keys, splits
-    sizes = {"HAS_SEEN": seen is not None, "D": dim, "WIDTH": width, "BLOCK": block}
-    warps = max(1, min(16, block * width // ELEMENTS))
-    with on_device(k):
-        if splits > 1:
-            launch(scan_kernel, (slices * splits, 1, 1), (k, call.v, seen_bytes, part), numbers, sizes, num_warps=warps)
-        launch(
-            shift_columns_kernel, (slices * splits, 1, 1), (k, call.v, seen_bytes, part, shifted, anchors),
-            numbers, sizes | {"WHOLE": splits == 1, "PARTS": SPLITS}, num_warps=warps,
-        )  # fmt: skip
-    return shifted, anchors
+    shift = Shift.of(call.k, call.v, seen)
+    return shift, *shift.run(call.k, call.v, seen)
 
 
 def finish(
     call: KernelCall, anchors: Tensor | None, out: Tensor, lse: Tensor, kept: list[Finish] | None = None,
-    bias: Bias | None = None, empty: Tensor | None = None, *, queries: bool = True,
+    bias: Bias | None = None, empty: Tensor | None = None, *, shift: Shift | None = None, queries: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and log-sum-exp of the call itself, from those of the kernel, which may be written into.
 
     Parameters
     ----------
     call : KernelCall
-        With the keys as they were before `shift_columns`.
+        With the keys as they were before `Shift.run`.
     anchors : Tensor, optional
-        The second result of `shift_columns`; None for keys without anchors.
+        The second result of `Shift.run`; None for keys without anchors.
     kept : list of Finish, optional
         As in `attend_guarded`.
     bias : Bias, optional
         What made a bias of the mask, to be kept.
     empty : Tensor, optional
         The second result of `Bias.run`: rows that get 0 and -inf, whatever the kernel made of them.
+    shift : Shift, optional
+        What made the anchors, to be kept.
     queries : bool
         As in `attend_guarded`.
     """
@@ -240,6 +285,6 @@ def finish(
             num_warps=warps, **launched_early(out.device), **at_most(REGISTERS, out.device),
         )  # fmt: skip
         step(tensors)
-    if kept == [] and anchors is None and (call.mask is None or bias is not None):
-        kept.append(Finish(step, (out.stride(), lse.stride()), bias))
+    if kept == [] and (call.mask is None or bias is not None):
+        kept.append(Finish(step, (out.stride(), lse.stride()), bias, shift))
     return out, lse

@@ -340,44 +340,6 @@ def test_a_last_stride_that_is_not_1(kind):
     assert max_error(out, pasa.golden_attention(q, k, v)[0]) <= 4 * HALF_ULP
 
 
-def test_a_repeated_call_leaves_autocast_off(monkeypatch):
-    """Story: a plan called the backend without turning autocast off, so the second call multiplied in BF16."""
-    plans._plans.clear()
-    monkeypatch.setattr(fused, "FORMATS", {})
-    monkeypatch.setattr(backend, "_triton_guard", lambda device: attend_guarded)
-    q, k, v = normal_qkv((2, 2), (70, 90), 32)
-    mask = torch.randn(70, 90)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        first, again, third = (attend(q, k, v, attn_mask=mask)[0] for _ in range(3))
-    plans._plans.clear()
-    assert torch.equal(first, again)
-    assert torch.equal(first, third)
-    assert max_error(again, pasa.golden_attention(q, k, v, attn_mask=mask)[0]) <= 4 * HALF_ULP
-
-
-@pytest.mark.parametrize("order", ["HND", "NHD", "SBHD"])
-def test_a_repeated_call_lays_its_output_out_as_the_first_one(order, monkeypatch):
-    """Story: cuDNN gives the output the strides of any q, and repeated calls returned it as it was."""
-
-    def cudnn(q, k, v, bias, causal, scale):
-        out, lse = fused._cpu(q.cpu(), k.cpu(), v.cpu(), bias, causal, scale)
-        return torch.empty_like(q).copy_(out), lse.to(q.device)
-
-    plans._plans.clear()
-    monkeypatch.setattr(backend, "_triton_guard", lambda device: attend_guarded)
-    monkeypatch.setattr(backend, "cudnn_serves", lambda *tensors: True)
-    monkeypatch.setattr(backend, "cudnn_allowed", lambda: True)
-    monkeypatch.setattr(backend, "call_cudnn", cudnn)
-    q, k, v = on_device(*normal_qkv((2, 2), (6, 9), 16, batch=3))
-    if order != "HND":
-        dims = (0, 2, 1, 3) if order == "NHD" else (2, 0, 1, 3)
-        q = q.permute(dims).contiguous().permute(sorted(range(4), key=dims.__getitem__))
-    outs = [pasa.attention(q, k, v, backend="sdpa") for _ in range(3)]
-    plans._plans.clear()
-    assert outs[0].stride() == outs[1].stride() == outs[2].stride()
-    assert max_error(outs[2].cpu(), pasa.golden_attention(q.cpu(), k.cpu(), v.cpu())[0]) <= 4 * HALF_ULP
-
-
 @pytest.mark.parametrize("limits", [{}, {"is_causal": True}, {"window": (2, 0)}, {"attn_mask": True}], ids=str)
 def test_a_batch_invariant_call_is_not_left_to_cudnn(limits, monkeypatch):
     """Story: cuDNN gave a single query row over 343 keys other bits when the same call was repeated (H100)."""

@@ -45,8 +45,8 @@ def biased_call(keys, dim, *, masked=False, strided=False):
 def test_anchors_and_keys_less_them_have_the_bits_of_the_specification(keys, dim, masked):
     call = biased_call(keys, dim, masked=masked, strided=keys % 2 == 1)
     expected = head_anchors(call)
-    kernel_call = KernelCall.of(call)
-    shifted, columns = guard.shift_columns(kernel_call, visible_keys(kernel_call))
+    seen = visible_keys(KernelCall.of(call))
+    shifted, columns = guard.Shift.of(call.k, call.v, seen).run(call.k, call.v, seen)
     anchors, values = columns.unbind(2)
     assert expected.any(-1).all()
     assert torch.equal(anchors.nan_to_num()[:, :, None], expected)
@@ -156,7 +156,7 @@ def test_rows_that_a_kernel_got_right_keep_their_bits():
     out, lse = torch.randn_like(q), torch.randn(q.shape[:3], device=DEVICE)
     out[0, 0, 7] = -torch.inf
     lse[0, 1, 9], lse[1, 0, 20] = torch.nan, -torch.inf
-    _, anchors = guard.shift_columns(call, None)
+    _, anchors = guard.Shift.of(k, v, None).run(k, v, None)
     new, new_lse = guard.finish(call, anchors, out.clone(), lse.clone())
     changed = torch.zeros_like(lse, dtype=torch.bool)
     changed[0, 0, 7] = changed[0, 1, 9] = True

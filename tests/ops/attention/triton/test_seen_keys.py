@@ -58,8 +58,8 @@ def test_masked_out_keys_enter_no_anchor(dtype, shape, monkeypatch):
     )
     monkeypatch.setattr(anchors, "LEAST_ROWS_ON_GPU", anchors.LEAST_ROWS)  # so few rows have anchors there, too
     found = []
-    shift = guard.shift_columns
-    monkeypatch.setattr(guard, "shift_columns", lambda *given: found.append(shift(*given)) or found[0])
+    shift = guard.Shift.run
+    monkeypatch.setattr(guard.Shift, "run", lambda *given: found.append(shift(*given)) or found[0])
     call = Call(q, k, v, 0.25, mask=mask)
     guard.attend_guarded(call, backend.attend_visible, fused.fused_attention, anchored=True)
     ((_, columns),) = found
