@@ -46,10 +46,10 @@ HALVED = 2.0**15  # values of a column with larger ones are halved, so that a fu
 WINDOW_ROWS = 256  # query rows of a window that share a call; the call has as many more keys as the window
 LEAST_CAPABILITY = (7, 0)  # of the GPUs for which Triton compiles
 STACKED_ROWS = 64  # with more, at most half of a tile of 128 rows is empty
-# A single row stays as it is, because cuDNN has a kernel that divides its keys. That kernel is slower for larger head
-# dimensions, where so many key heads of all sequences, which have work for half of the device, have at least so many
-# keys (H100). Below a mask it is not.
-SINGLE_DIM, SINGLE_HEADS, SINGLE_KEYS = 128, 64, 256
+# A single row stays as it is, because cuDNN has a kernel that divides its keys. For head dimensions above 128 that
+# kernel is slower over 128 to 512 keys, and over more where the key heads of all sequences have work for half of the
+# device (H100). Below a mask it is not.
+SINGLE_DIM, SINGLE_KEYS, FEW_KEYS, SINGLE_HEADS = 128, 128, 512, 64
 KEYS = 512  # keys of a tile of scores that are formed beside the fused attention
 
 
@@ -79,8 +79,8 @@ def _may_stack(call: Call) -> bool:
     """
     (_, heads, rows, dim), (batch, kv_heads, keys) = call.q.shape, call.k.shape[:3]
     if rows == 1:
-        much = batch * kv_heads >= SINGLE_HEADS and keys >= SINGLE_KEYS
-        few = much and dim > SINGLE_DIM and call.mask is None
+        slower = keys >= SINGLE_KEYS and (keys <= FEW_KEYS or batch * kv_heads >= SINGLE_HEADS)
+        few = slower and dim > SINGLE_DIM and call.mask is None
     else:
         few = rows <= STACKED_ROWS
     grouped = heads > kv_heads

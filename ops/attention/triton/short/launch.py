@@ -12,7 +12,8 @@ from pasa.ops.attention.triton.short.kernel import short_kernel
 from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, processors
 
 # Of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100). Their three launches
-# take the host longer than one, which a graph does not wait for.
+# take the host longer than one, which a graph does not wait for. At head dimensions above 128 a step of the loop takes
+# 3 us, and they are faster where a program does not hold all keys.
 DECODE_KEYS, CAPTURED_KEYS = 384, 256
 # Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
 # dimension is above 128. Beyond, kernels of two passes are as fast (H100).
@@ -40,10 +41,11 @@ def is_short(call: KernelCall) -> bool:
     """Return whether one program goes through all keys of its rows."""
     if call.cu_k is not None or call.keys == 0:
         return False
+    pad, places = pad_dim(call.q.shape[-1]), places_for(call)
     if call.decodes:
         replayed = capturing(call.q) and not call.options.batch_invariant
-        return call.keys <= (CAPTURED_KEYS if replayed else DECODE_KEYS)
-    pad, places = pad_dim(call.q.shape[-1]), places_for(call)
+        most = CAPTURED_KEYS if replayed else DECODE_KEYS
+        return call.keys <= (most if pad <= 128 else held(call.q.device) // pad)
     if programs(1, rows_of(call)[1], tallest(pad)) > MOST_TILES:
         return False
     few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
@@ -62,7 +64,7 @@ def rows_of(call: KernelCall) -> tuple[int, int]:
 
 
 def tallest(pad: int) -> int:
-    """Return the most rows of a tile, for a padded head dimension."""
+    """Return the most rows of a tile, and the keys of one that does not hold all, for a padded head dimension."""
     return BLOCK if pad <= 128 else BLOCK // 2
 
 
@@ -88,7 +90,7 @@ def tile_for(pad: int, keys: int, pairs: int, rows: int, places: int, held: int)
     count = programs(pairs, rows, block_m)
     crowded = count > 2 * places
     together, room, warps = (ALONE_KEYS, held, 8) if count <= places else (SHARED_KEYS, held // 2, 4)
-    if block_m <= 2 * ROWS and not crowded and BLOCK < keys <= min(together, room // pad):
+    if block_m <= 2 * ROWS and not crowded and tallest(pad) < keys <= min(together, room // pad):
         return Tile(block_m, 1 << (keys - 1).bit_length(), warps, 1), False
     wide = pad <= 128 and (keys <= BLOCK or (rows <= ROWS and not crowded))  # fewer steps, where few rows wait for each
     block_n = max(16, 1 << (min(keys, BLOCK if wide else BLOCK // 2) - 1).bit_length())

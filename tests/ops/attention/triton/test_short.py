@@ -175,6 +175,15 @@ def test_a_graph_divides_fewer_keys(invariant, monkeypatch):
         assert is_short(KernelCall.of(Call(q, k, k, 1.0, options=options))) == short
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_wide_heads_divide_the_keys_that_no_program_holds(captured, monkeypatch):
+    """Story: a step over 32 keys of 192 elements took 3 us, so 256 keys took twice as long as three launches (H100)."""
+    monkeypatch.setattr(launch, "capturing", lambda _: captured)
+    for keys, short in ((128, True), (129, False), (256, False)):
+        q, k = (torch.empty(1, 4, n, 192, dtype=torch.float16, device=DEVICE) for n in (1, keys))
+        assert is_short(KernelCall.of(Call(q, k, k, 1.0))) == short
+
+
 def test_small_tiles_where_all_run_at_once():
     """Tiles are the smallest that all find a free multiprocessor; a call that must not depend on that has none."""
     small, _ = tile_for(128, 300, 8, 256, *H100)
@@ -215,6 +224,9 @@ def test_few_rows_take_few_steps(pad, keys, pairs, expected):
         (128, 200, 8, 2**14, (64, 4, 2)),  # K and V would take 128 KiB
         (128, 65, 8, 2**14, (128, 8, 1)),
         (256, 100, 8, 2**15, (128, 8, 1)),
+        (256, 33, 8, 2**14, (64, 8, 1)),
+        (256, 64, 200, 2**15, (64, 4, 1)),
+        (256, 64, 300, 2**15, (32, 4, 2)),  # programs wait for others
         (64, 100, 200, 2**15, (128, 4, 1)),  # two programs share a multiprocessor
         (128, 100, 200, 2**15, (128, 4, 1)),
         (128, 100, 200, 2**14, (64, 4, 2)),  # and its shared memory
