@@ -60,8 +60,8 @@ FUSED = [
     mutant(
         "the keys that some row sees are not looked for with the bias",
         "ops/attention/triton/guard/launch.py",
-        "_shifted(call, seen, anchored)",
-        "_shifted(call, None, anchored)",
+        "_shifted(kernel_call, seen, anchored)",
+        "_shifted(kernel_call, None, anchored)",
         OF_SEEN_KEYS + "test_masked_out_keys_enter_no_anchor",
     ),
     mutant(

@@ -212,18 +212,20 @@ def attend_guarded(
     queries : bool
         Look for queries that are not finite, because the fused attention may hide one.
     """
-    kernel_call = KernelCall.of(call)
-    if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
-        shift, k, anchors = _shifted(call, visible_keys(kernel_call), anchored)
-        return finish(kernel_call, anchors, *attend(replace(call, k=k)), kept, shift=shift, queries=queries)
-    bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]), marks_keys=anchored)
-    added, empty, seen = bias.run(call.mask)
-    shift, k, anchors = _shifted(call, seen, anchored)
-    out, lse = fused(call.q, k, call.v, added, False, call.scale)
-    return finish(kernel_call, anchors, out, lse, kept, bias, empty, shift=shift, queries=queries)
+    kernel_call = KernelCall.of(call)  # whose rows are contiguous, as the kernels assume
+    with on_device(call.q):
+        if call.mask is None or call.mask.dtype not in (torch.bool, torch.float16):
+            shift, k, anchors = _shifted(kernel_call, visible_keys(kernel_call), anchored)
+            attended = attend(replace(call, k=k) if anchored else call)
+            return finish(kernel_call, anchors, *attended, kept, shift=shift, queries=queries)
+        bias = Bias.of(call.mask, (*call.q.shape[:3], call.k.shape[2]), marks_keys=anchored)
+        added, empty, seen = bias.run(call.mask)
+        shift, k, anchors = _shifted(kernel_call, seen, anchored)
+        out, lse = fused(call.q, k if anchored else call.k, call.v, added, False, call.scale)
+        return finish(kernel_call, anchors, out, lse, kept, bias, empty, shift=shift, queries=queries)
 
 
-def _shifted(call: Call, seen: Tensor | None, anchored: bool) -> tuple[Shift | None, Tensor, Tensor | None]:
+def _shifted(call: KernelCall, seen: Tensor | None, anchored: bool) -> tuple[Shift | None, Tensor, Tensor | None]:
     """Return what `Shift.run` returns, and the launches; or the keys themselves if not `anchored`."""
     if not anchored:
         return None, call.k, None

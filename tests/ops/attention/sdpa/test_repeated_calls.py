@@ -6,6 +6,7 @@ import torch
 import pasa
 from pasa.ops import plans
 from pasa.ops.attention.sdpa import anchors, backend, fused
+from pasa.ops.attention.triton.guard import launch as guard
 from pasa.ops.attention.triton.guard.launch import attend_guarded
 from tests.inputs import DEVICE, max_error, normal_qkv
 
@@ -98,3 +99,23 @@ def test_a_repeated_call_has_anchors_of_its_own(keys, masked, monkeypatch):
             torch.testing.assert_close(a, b, atol=4 * HALF_ULP, rtol=4 * HALF_ULP, equal_nan=True)
         wrong = first[0].isnan().any(-1).any(-1).any(-1).tolist()
         assert wrong == [each is hidden and not masked, each is seen]
+
+
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_anchors_of_rows_that_are_not_contiguous(tensor, monkeypatch):
+    """Story: the kernels before cuDNN read neighbours of such elements. Outputs erred by 0.4, or a NaN was missed."""
+    found = []
+    run = guard.Shift.run
+    monkeypatch.setattr(guard.Shift, "run", lambda *given: found.append(run(*given)) or found[-1])
+    monkeypatch.setattr(backend, "_triton_guard", lambda device: guard.attend_guarded)
+    monkeypatch.setattr(anchors, "LEAST_ROWS_ON_GPU", anchors.LEAST_ROWS)  # so few rows have anchors there, too
+    q, k, v = normal_qkv((2, 2), (20, 600), 16)
+    k += 8
+    v[0, 0, 5, 3] = 60000.0
+    expected, _ = pasa.golden_attention(q, k, v)
+    given = {"k": k, "v": v}
+    given[tensor] = given[tensor].mT.contiguous().mT
+    for _ in range(2):
+        out, _ = attend(q, given["k"], given["v"])
+        torch.testing.assert_close(out.double(), expected, atol=4 * HALF_ULP, rtol=4 * HALF_ULP)
+        assert torch.equal(found.pop()[1][:, :, 1].cpu(), v.abs().amax(2))
