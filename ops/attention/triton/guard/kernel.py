@@ -383,7 +383,7 @@ def finish_kernel(
         for begin in range(first, last, BLOCK_R):
             o_r = tl.cast(begin, tl.int64) + tl.arange(0, BLOCK_R)
             m_tile = (o_r < rows)[:, None] & (o_d < D)[None, :]
-            p_tile = p_out + (o_r * stride_om)[:, None] + o_d[None, :]  # of use here once: others keep their place
+            p_tile = p_out + (o_r * stride_om)[:, None] + o_d[None, :]  # read once, so these may leave the cache first
             m_clean = is_finite(tl.load(p_tile, mask=m_tile, other=0.0, eviction_policy="evict_first"))
             if QUERIES:
                 b_query = tl.load(p_rows + (o_r * stride_qm)[:, None] + o_d[None, :], mask=m_tile, other=0.0)

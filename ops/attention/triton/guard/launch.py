@@ -114,7 +114,7 @@ class Shift(NamedTuple):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, seen: Tensor | None) -> Shift:
-        """Prepare the launches for keys and values (B, Hkv, Skv, D) and `seen`, as in `run`."""
+        """Prepare the launches for keys and values (B, Hkv, Skv, D) and `seen`, as in `run`; last strides are 1."""
         (batch, heads, keys, dim), padded = k.shape, 1 << (k.shape[2] - 1).bit_length()
         width = min(pad_dim(dim), NARROW if padded <= ONE_PASS else WIDTH)
         block = padded if padded <= ONE_PASS else max(TILE // width, padded // SPLITS)
@@ -128,9 +128,8 @@ class Shift(NamedTuple):
         warps = max(1, min(16, block * width // ELEMENTS))
         grid = slices * splits, 1, 1
         whole = sizes | {"WHOLE": splits == 1, "PARTS": SPLITS}
-        with on_device(k):
-            shift = prepared(shift_columns_kernel, grid, tensors, numbers, whole, num_warps=warps)
-            scan = splits > 1 and prepared(scan_kernel, grid, tensors[:4], numbers, sizes, num_warps=warps)
+        shift = prepared(shift_columns_kernel, grid, tensors, numbers, whole, num_warps=warps)
+        scan = splits > 1 and prepared(scan_kernel, grid, tensors[:4], numbers, sizes, num_warps=warps)
         return cls((scan, shift) if scan else (shift,), (batch, heads, splits, 3, dim))
 
     def run(self, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, 
 
 # Of a short sequence that few rows attend to; beyond, kernels that split keys are as fast (H100). Their three launches
 # take the host longer than one, which a graph does not wait for. At head dimensions above 128 a step of the loop takes
-# 3 us, and they are faster where a program does not hold all keys.
+# 3 us, and they are faster over more keys than a program holds that has a multiprocessor for itself.
 DECODE_KEYS, CAPTURED_KEYS = 384, 256
 # Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
 # dimension is above 128. Beyond, kernels of two passes are as fast (H100).

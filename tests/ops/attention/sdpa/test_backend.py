@@ -422,7 +422,7 @@ def test_single_rows_of_a_wide_group_are_rows_of_one_head_where_keys_are_few_or_
 ):
     """Story: for 16 x 32 heads of 192 over 8 x 16,384 keys, cuDNN took 646 us, and takes 529 us for rows of a head.
 
-    For 32 heads over 8 x 256 keys it took 19 us, and takes 12. Below a mask, or over 64 keys, it took longer.
+    Below a mask, or over 64 keys, it took longer.
     """
     seen = []
     monkeypatch.setattr(backend, "_triton_guard", lambda device: attend_guarded)
