@@ -2,7 +2,7 @@
 
 from tests.mutants.kernels import mutant
 
-CENTRE = "ops/attention/triton/hopper/centre_kernel.py"
+CENTRE = "ops/attention/triton/centre_kernel.py"
 PLAIN = "ops/attention/triton/hopper/plain_kernel.py"
 EXACT = "ops/attention/triton/hopper/exact_kernel.py"
 TILES = "ops/attention/triton/hopper/tile_math.py"

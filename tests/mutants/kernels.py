@@ -85,8 +85,8 @@ KERNELS = [
     mutant(
         "the fast pass keeps a tile whose values are not finite",
         PREFILL,
-        "marked = (bounded & all_finite(b_acc)) == 0",
-        "marked = bounded == 0",
+        "marked = (is_bounded(b_square, longest, scale) & all_finite(b_acc)) == 0",
+        "marked = is_bounded(b_square, longest, scale) == 0",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
     ),
     mutant(
@@ -352,8 +352,8 @@ KERNELS = [
     mutant(
         "norms of the first blocks alone bound the scores",
         TILE_MATH,
-        "    for start in range(0, blocks, BLOCK):\n        o_block",
-        "    for start in range(0, tl.minimum(blocks, BLOCK), BLOCK):\n        o_block",
+        "    for start in range(0, parts, BLOCK):\n        o_part",
+        "    for start in range(0, tl.minimum(parts, BLOCK), BLOCK):\n        o_part",
         SAMPLES + "test_only_the_last_of_many_blocks_is_large",
     ),
     mutant(
@@ -431,11 +431,4 @@ UNNOTICED = {  # Faults that no test on a CPU can notice, with the reason; these
         "deviates((word >> 18) & 63, COLUMNS)",
         "tests/ops/attention/triton/test_rounding.py::test_rows_are_rounded_as_in_the_reference",
     ): "64 of 64 columns then read as 0, which flags the row too; the carry reaches a row that is flagged already",
-    mutant(
-        "float masks count as bounded",
-        "ops/attention/triton/prefill/launch.py",
-        'tiles[0], call.mask_kind != "float"',
-        "tiles[0], True",
-        "tests/ops/attention/test_finite_masks.py::test_forward",
-    ): "the fast pass weighs float masks as the exact pass does, and gives up scores that need an anchor",
 }

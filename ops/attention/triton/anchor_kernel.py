@@ -52,17 +52,16 @@ def larger_of_each(a, b, other_a, other_b):
 
 
 @triton.jit
-def seen_keys(p_seen, groups, length, n, BLOCK: tl.constexpr):
-    """Return 1 for each of `n` keys (BLOCK,) that some group of queries sees; `p_seen` has `length` bytes a group."""
+def seen_keys(p_seen, o_n, groups, length, n):
+    """Return which of the keys `o_n` some group of queries sees; `p_seen` has `length` bytes a group, `n` of them."""
     GROUPS: tl.constexpr = 16
-    o_n = tl.arange(0, BLOCK)
-    b_seen = tl.zeros((BLOCK,), tl.int32)
+    b_seen = tl.zeros_like(o_n)
     for start in range(0, groups, GROUPS):
         o_group = start + tl.arange(0, GROUPS)
         p_tile = p_seen + tl.cast(o_group, tl.int64)[:, None] * length + o_n[None, :]
         b_tile = tl.load(p_tile, mask=(o_group < groups)[:, None] & (o_n < n)[None, :], other=0)
         b_seen = tl.maximum(b_seen, tl.max(b_tile.to(tl.int32), 0))
-    return b_seen
+    return b_seen > 0
 
 
 @triton.jit(do_not_specialize=["groups", "heads", "length", "blocks"])
@@ -93,7 +92,8 @@ def anchor_kernel(
     HAS_VISIBLE: tl.constexpr,
     CHECK_VALUES: tl.constexpr,
     VARLEN: tl.constexpr,
-    MARKED: tl.constexpr,  # return at once if `p_marked` holds 0; the next kernel is launched early
+    MARKED: tl.constexpr,  # return at once if `p_marked` holds 0
+    EARLY: tl.constexpr,  # if MARKED: the next kernel is launched early, and so is this one
     STEP: tl.constexpr,  # of the strides of k and v: `in_steps`
 ):
     """Compute the anchor of every block, and the largest norm of its keys.
@@ -104,8 +104,9 @@ def anchor_kernel(
     with the first one already shows that there is no anchor.
     """
     if MARKED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         if tl.load(p_marked) == 0:
             return
     o_batch, o_head, o_block, first, n = locate_block(
@@ -136,7 +137,7 @@ def anchor_kernel(
         bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
     # Keys that no query sees, and keys that are not finite, enter no mean.
     if HAS_VISIBLE:
-        seen = seen_keys(p_visible + batch * stride_visible + first, groups, length, n, BLOCK) > 0
+        seen = seen_keys(p_visible + batch * stride_visible + first, tl.arange(0, BLOCK), groups, length, n)
         hidden = hidden | (tl.max(tl.where(tl.arange(0, BLOCK) == 0, seen, False).to(tl.int32), 0) == 0)
         bad = bad & seen
         m_key = m_key & seen

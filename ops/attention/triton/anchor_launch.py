@@ -1,4 +1,4 @@
-"""Launch the kernels of anchor_kernel.py: norms and anchors of key blocks, and shifted keys K'."""
+"""Launch the kernels that read keys alone: norms and anchors of key blocks, and shifted keys K'."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.centre_kernel import TILE, centre_kernel
 from pasa.ops.attention.triton.kernel_call import Packing, step_of, strides_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import pad_dim
 
+PART_OF_WARP = 4096  # elements of `centre_kernel` for each warp
+LEAST_PART = 64  # keys of a program, each of which reads the sample, too
 SLICE_ON_NPU = 32  # most columns in a tile of 128 keys that fit an NPU's unified buffer (ops/attention/README.md)
 
 
@@ -34,6 +37,31 @@ class KeyBlocks(NamedTuple):
     marked: Tensor
 
 
+class Centred(NamedTuple):
+    """Hold the keys less what those of a head share, where that is exact, and the norms of keys.
+
+    Attributes
+    ----------
+    shifted : Tensor, shape of the keys, FP16, contiguous
+        K' of heads that share something; otherwise uninitialised.
+    shared : Tensor (B, Hkv, D_PAD), FP16, or packed (Hkv, blocks, D_PAD)
+        What K' lacks, at the first block of each sequence; uninitialised where there is no K'.
+    norms : Tensor (B, Hkv, 2, parts), FP32
+        The longest key of a part in K and in K'. Infinite in K where an element is not finite, and in K' where it is
+        not exact, and in all parts of a head that shares nothing.
+    marked : Tensor (1,), INT32
+        0, or more after a pass of attention that left work for a second pass.
+    part : int
+        Keys of a part.
+    """
+
+    shifted: Tensor
+    shared: Tensor
+    norms: Tensor
+    marked: Tensor
+    part: int
+
+
 def anchor_warps(block: int, pad: int) -> int:
     """Return the warps of `anchor_kernel`, few enough that each multiprocessor runs several of its blocks at a time."""
     return 4 if block * pad <= 8192 else 8
@@ -47,6 +75,7 @@ def find_anchors(
     visible: Tensor | None = None,
     packing: Packing | None = None,
     check_values: bool = False,
+    marked: Tensor | None = None,
 ) -> KeyBlocks:
     """Compute norms and anchors of FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D), one for every `block` keys.
 
@@ -65,12 +94,14 @@ def find_anchors(
         Required for packed keys.
     check_values : bool
         Also check `v` for NaN and infinity.
+    marked : Tensor (1,), INT32, optional
+        Compute nothing if it holds 0.
     """
     heads, length, batch, blocks = _extent(k, block, packing)
     key_blocks = KeyBlocks(
         torch.empty((batch, heads, blocks), dtype=torch.float32, device=k.device),
         k.new_empty((batch, heads, blocks, k.shape[-1])),
-        torch.empty(1, dtype=torch.int32, device=k.device),
+        torch.empty(1, dtype=torch.int32, device=k.device) if marked is None else marked,
     )
     seen, seen_stride, groups = (k, 0, 1) if visible is None else (visible, visible.stride(0), visible.shape[1])
     table, cu = (packing.table, packing.cu_seqlens) if packing else (key_blocks.marked, key_blocks.marked)
@@ -80,11 +111,37 @@ def find_anchors(
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
         (*strides_of(k), *strides_of(v), seen_stride, groups, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
-         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": False,
+         "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": marked is not None, "EARLY": False,
          "STEP": step_of(k, v)},
         num_warps=anchor_warps(block, pad),
     )  # fmt: skip
     return key_blocks
+
+
+def centre_keys(k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None) -> Centred:
+    """Subtract from FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D) what those of a head share; arguments as above."""
+    heads, length, batch, blocks = _extent(k, block, packing)
+    dim, pad = k.shape[-1], pad_dim(k.shape[-1])
+    part = min(max(TILE.value // pad, LEAST_PART), block)
+    parts = blocks * (block // part) if packing else -(-length // part)
+    centred = Centred(
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+        k.new_empty((heads, blocks, pad) if packing else (batch, heads, pad)),
+        torch.empty((batch, heads, 2, parts), dtype=torch.float32, device=k.device),
+        torch.empty(1, dtype=torch.int32, device=k.device),
+        part,
+    )
+    seen, seen_stride, groups = (k, 0, 1) if visible is None else (visible, visible.stride(0), visible.shape[1])
+    table, cu = (packing.table, packing.cu_seqlens) if packing else (centred.marked, centred.marked)
+    launch(
+        centre_kernel, (batch * heads * parts, 1, 1),
+        (k, seen, table, cu, *centred[:4]),
+        (*strides_of(k), seen_stride, groups, heads, length, parts),
+        {"D": dim, "D_PAD": pad, "BLOCK": part, "PARTS": block // part, "HAS_VISIBLE": visible is not None,
+         "VARLEN": packing is not None, "EARLY": False, "STEP": step_of(k)},
+        num_warps=max(1, part * pad // PART_OF_WARP),
+    )  # fmt: skip
+    return centred
 
 
 def shift_exact(

@@ -7,8 +7,10 @@ tests/ops/attention/triton/test_compiles_for_nvidia.py read the lists of all fam
 from typing import Any
 
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
+from pasa.ops.attention.triton.centre_kernel import TILE, centre_kernel
 from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.tile_math import SLICE
+from pasa.ops.attention.triton.tiles import pad_dim
 
 Case = dict[str, Any]
 
@@ -16,7 +18,7 @@ TYPES = {
     **dict.fromkeys(
         ["p_q", "p_k", "p_v", "p_out", "p_bias", "p_anchor", "p_anchors", "p_frame", "p_shifted", "p_column"], "*fp16"
     ),
-    "p_extremes": "*fp16",
+    **dict.fromkeys(["p_extremes", "p_shared"], "*fp16"),
     **dict.fromkeys(["p_k_cache", "p_v_cache"], "*fp16"),
     "p_offset": "*fp64",
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_bound", "p_low", "p_x"], "*fp32"),
@@ -41,7 +43,8 @@ def make_case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
     constexprs = {name: off for name, off in OFF.items() if name in names} | constexprs
     types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
     if constexprs.get("DESCRIPTORS"):
-        types |= dict.fromkeys(["p_k", "p_v"], f"tensordesc<fp16[1, 1, {constexprs['BLOCK_N']}, {constexprs['D']}]>")
+        tile = f"tensordesc<fp16[1, 1, {constexprs['BLOCK_N']}, {constexprs['D']}]>"
+        types |= dict.fromkeys(["p_k", "p_v", "p_shifted"], tile)
     return {
         "name": name,
         "kernel": kernel,
@@ -93,7 +96,9 @@ ASCEND_CASES = [
     ),
     _shift("anchors_packed", 128, 32, exact=True, visible=False, packed=True),
 ]
-NOT_FOR_ASCEND = {"anchor_kernel": "finds out what only GPU launches ask for: shift_kernel serves an NPU"}
+NOT_FOR_ASCEND = dict.fromkeys(
+    ("anchor_kernel", "centre_kernel"), "finds out what only GPU launches ask for: shift_kernel serves an NPU"
+)
 NVIDIA_CASES = [
     _rounding("rounding", 128, 16, architectures=[90]),
     *(
@@ -101,11 +106,21 @@ NVIDIA_CASES = [
             anchor_kernel,
             "anchors" + "_early" * early,
             {"D": 128, "D_PAD": 128, "WIDTH": SLICE, "BLOCK": 128, "HAS_VISIBLE": False, "CHECK_VALUES": True}
-            | {"VARLEN": False, "MARKED": early},
+            | {"VARLEN": False, "MARKED": early, "EARLY": early},
             options={"num_warps": 8},
             **({"architectures": [90]} if early else {}),
         )
         for early in (False, True)
+    ),
+    *(
+        make_case(
+            centre_kernel,
+            f"centre_d{dim}" + (f"_{kind}" if kind else ""),
+            {"D": dim, "D_PAD": pad_dim(dim), "BLOCK": max(64, TILE.value // dim), "PARTS": 2}
+            | {"HAS_VISIBLE": kind == "visible", "VARLEN": kind == "packed", "EARLY": False},
+            options={"num_warps": max(2, dim // 64)},
+        )
+        for dim, kind in ((64, ""), (64, "visible"), (128, "packed"), (256, ""), (256, "visible"))
     ),
     _shift("matrix", 128, 128, exact=False, visible=False, options={"num_warps": 8}),
 ]

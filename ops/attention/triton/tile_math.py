@@ -160,16 +160,23 @@ def largest_score(b_max, b_sum, nats):
 
 
 @triton.jit
-def is_bounded(b_square, p_norms, blocks, scale, BLOCK: tl.constexpr):
+def largest_norm(p_norms, parts, BLOCK: tl.constexpr):
+    """Return the largest of the norms of a head's parts, BLOCK at a time; 0 if there are none."""
+    longest = 0.0
+    for start in range(0, parts, BLOCK):
+        o_part = start + tl.arange(0, BLOCK)
+        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_part, mask=o_part < parts, other=0.0), 0))
+    return longest
+
+
+@triton.jit
+def is_bounded(b_square, longest, scale):
     """Test if all keys of the head are finite and scores of the queries stay below `ANCHOR_LIMIT`.
 
-    b_square (M,): squared norms of the queries. By Cauchy and Schwarz, no score exceeds the product of the largest
-    norms. A query of infinite norm is not bounded. A NaN in a query may pass, and makes the output NaN.
+    b_square (M,): squared norms of the queries; longest: norm of the longest key. By Cauchy and Schwarz, no score
+    exceeds the product of the largest norms. A query of infinite norm is not bounded. A NaN in a query may pass, and
+    makes the output NaN.
     """
-    longest = 0.0
-    for start in range(0, blocks, BLOCK):
-        o_block = start + tl.arange(0, BLOCK)
-        longest = tl.maximum(longest, tl.max(tl.load(p_norms + o_block, mask=o_block < blocks, other=0.0), 0))
     return tl.sqrt(tl.max(b_square, 0)) * longest * scale <= ANCHOR_LIMIT
 
 

@@ -5,10 +5,12 @@ They are not in cases.py because triton-ascend does not have Gluon.
 
 from typing import Any
 
-from pasa.ops.attention.triton.hopper.centre_kernel import TILE, centre_kernel
+from pasa.ops.attention.triton.cases import make_case
+from pasa.ops.attention.triton.centre_kernel import TILE, centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import exact_kernel
 from pasa.ops.attention.triton.hopper.launch import CENTRE_WARPS, STAGES
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
+from pasa.ops.attention.triton.kernel_call import STEP
 from pasa.ops.attention.triton.tiles import hopper_pad
 
 # The type of a tensor map in a launch of Triton 3.6; the layout is that of hopper/launch.SWIZZLE.
@@ -39,15 +41,11 @@ def _case(
 
 
 def _centre(dim: int) -> dict[str, Any]:
-    types = {"p_k": "*fp16", "p_shifted": "*fp16", "p_anchors": "*fp16", "p_norms": "*fp32", "p_marked": "*i32"}
-    return {
-        "name": f"hopper_d{dim}_centre",
-        "kernel": centre_kernel,
-        "signature": types,
-        "constexprs": {"D": dim, "D_PAD": hopper_pad(dim), "BLOCK": TILE.value // hopper_pad(dim)},
-        "options": {"num_warps": CENTRE_WARPS},
-        "architectures": [90],
-    }
+    pad = hopper_pad(dim)
+    sizes = {"D": dim, "D_PAD": pad, "BLOCK": TILE.value // pad, "PARTS": 1, "STEP": STEP}
+    flags = {"HAS_VISIBLE": False, "VARLEN": False, "EARLY": True}
+    options = {"num_warps": CENTRE_WARPS}
+    return make_case(centre_kernel, f"hopper_d{dim}_centre", sizes | flags, options=options, architectures=[90])
 
 
 NVIDIA_CASES = [

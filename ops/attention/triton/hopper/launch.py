@@ -21,8 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pasa.ops.attention.triton.anchor_kernel import anchor_kernel
 from pasa.ops.attention.triton.anchor_launch import anchor_warps
 from pasa.ops.attention.triton.c_launcher import Ready, fill_map, is_hooked, map_kinds
-from pasa.ops.attention.triton.hopper.centre_kernel import TILE as CENTRE_TILE
-from pasa.ops.attention.triton.hopper.centre_kernel import centre_kernel
+from pasa.ops.attention.triton.centre_kernel import TILE as CENTRE_TILE
+from pasa.ops.attention.triton.centre_kernel import centre_kernel
 from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
 from pasa.ops.attention.triton.kernel_call import STEP, KernelCall, output_dtype
@@ -114,11 +114,13 @@ class Plan:
         plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * WARPGROUPS.value)
         flags = is_causal, ragged
         # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
-        self.centre = pairs * parts, (*strides[1][:3], heads_kv, keys, parts, dim, pad, part)
+        self.centre = pairs * parts, (
+            *strides[1][:3], 0, 1, heads_kv, keys, parts, dim, pad, part, 1, False, False, True, STEP,
+        )  # fmt: skip
         self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
             *strides[1][:3], *strides[2][:3], 0, 1, heads_kv, keys, blocks,
-            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True, STEP,
+            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True, True, STEP,
         )  # fmt: skip
         self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)
         # One buffer holds what the passes over the keys find.
@@ -205,7 +207,7 @@ class Plan:
         all_maps, exact_maps = (*q_map, *k_map, *shifted_map, *v_map, *o_map), (*q_map, *k_map, *v_map, *o_map)
         c = scale * LOG2E
         return (
-            (centre, (k, shifted, shared, longest, marked, *centre_sizes)),
+            (centre, (k, k, marked, marked, shifted, shared, longest, marked, *centre_sizes)),
             (plain, (*all_maps, longest, shared, marked, lse, *plain_sizes, c, *flags)),
             (anchor, (k, v, k, norms, norms, anchors, norms, marked, *anchor_sizes)),
             (exact, (*exact_maps, norms, anchors, marked, lse, *exact_sizes, c, *exact_flags)),

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from pasa.ops.attention.triton.hopper.centre_kernel import TILE
+from pasa.ops.attention.triton.centre_kernel import TILE
 from pasa.ops.attention.triton.hopper.tile_math import (
     BARRIER,
     INF,

@@ -10,7 +10,7 @@ from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel, ord
 def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, **over: Any) -> Case:
     """Return a case of the attention kernel, reading precomputed K' as on an NPU unless `over` changes that."""
     flags = {"SHIFT": "before", "FAST": False, "GUARDED": False, "CLEAN": True, "DESCRIPTORS": False}
-    flags |= {"ANCHOR_BLOCK": 128, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
+    flags |= {"ANCHOR_BLOCK": 128, "PART": 64, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
     return make_case(attention_kernel, name, flags | over, **fields)
@@ -96,7 +96,8 @@ NVIDIA_CASES = [
             LISTED=True,
             **on_arch(90, 4, stages, stack=2300),  # the exact pass needs 2256, as q.frame of every row is in registers
         )
-        for mask, flags, stages in (("bool", FAST | ON_HOPPER, 2), ("bool", EXACT, 1), ("float", EXACT, 1))
+        for mask in ("bool", "float")
+        for flags, stages in ((FAST | ON_HOPPER, 2), (EXACT, 1))
     ),
     *(
         make_case(

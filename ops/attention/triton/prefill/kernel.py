@@ -6,6 +6,8 @@ and a head whose keys have no anchor runs FP32-softmax flash attention. It canno
 exponentials of differences that are taken before scores are scaled. A fast pass takes more risk, and the exact pass
 repeats the tiles that it marks. FP16 tiles with a row reference pay off where tiles leave the matrix unit through
 memory, as in the Ascend C kernel.
+
+The fast pass reads K' of heads for which centre_kernel.py found it to be exact, and K of the others.
 """
 
 import triton
@@ -19,6 +21,7 @@ from pasa.ops.attention.triton.tile_math import (
     capped_scores,
     in_steps,
     is_bounded,
+    largest_norm,
     largest_score,
     load_mask,
     load_rows,
@@ -211,6 +214,59 @@ def attend_whole(
 
 
 @triton.jit
+def attend_tile(
+    b_q, b_nan, b_frame, p_k, p_v, p_anchor, p_mask, p_order, whole_tiles, torn_tiles, o_row, rows, begin, whole_from,
+    whole, end, keys, diagonal, span, scale, ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
+    o_kv_head, begin_k, SHIFT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR_BLOCK: tl.constexpr, FAST: tl.constexpr, GUARDED: tl.constexpr,
+    CLEAN: tl.constexpr, DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, LISTED: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to key blocks that every row sees whole, then to those on the diagonal and the partial last one.
+
+    Arguments as in `attend`, but: begin, end: the keys that some row sees; whole_from, whole: those within them that
+    every row sees; whole_tiles, torn_tiles, if LISTED: how many tiles at either end of the list every row sees, or not.
+    """
+    b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
+    b_sum = tl.zeros((b_q.shape[0],), tl.float32)
+    b_acc = tl.zeros((b_q.shape[0], D_PAD), tl.float32)
+    b_framed = tl.zeros((b_q.shape[0],), tl.float32)
+    gap = tl.maximum(whole - whole_from, 0)
+    if LISTED:
+        b_max, b_sum, b_acc, b_frame, b_framed = attend(
+            b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_k, p_v, p_anchor, p_mask, p_order, o_row, rows, 0,
+            whole_tiles, keys, diagonal, span, 0, 0, scale, ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+            o_batch, o_kv_head, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED,
+            CLEAN, DESCRIPTORS, True, WINDOW, CAP,
+        )  # fmt: skip
+        end = tl.cdiv(keys, BLOCK_N)
+        whole = end - torn_tiles
+    elif FAST and MASK == "none":
+        b_max, b_sum, b_acc = attend_whole(
+            b_q, b_nan, p_k, p_v, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch, o_kv_head, begin_k,
+            D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, CAP,
+        )  # fmt: skip
+    elif MASK == "none":
+        b_max, b_sum, b_acc, b_frame, b_framed = attend(
+            b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_k, p_v, p_anchor, p_mask, p_order, o_row, rows,
+            whole_from, whole, keys, diagonal, span, 0, 0, scale, ratio, stride_kn, stride_vn, stride_mask_m,
+            stride_mask_n, o_batch, o_kv_head, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
+            FAST, GUARDED, CLEAN, DESCRIPTORS, False, WINDOW, CAP,
+        )  # fmt: skip
+    rest = whole
+    if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees
+        rest = begin
+        end -= gap
+    b_max, b_sum, b_acc, b_frame, b_framed = attend(
+        b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_k, p_v, p_anchor, p_mask, p_order, o_row, rows, rest, end,
+        keys, diagonal, span, whole_from, gap, scale, ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n,
+        o_batch, o_kv_head, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED,
+        CLEAN, DESCRIPTORS, LISTED, WINDOW, CAP,
+    )  # fmt: skip
+    return b_max, b_sum, b_acc, b_framed
+
+
+@triton.jit
 def store_rows(
     b_max, b_sum, b_acc, b_framed, marked, p_out, p_lse, p_largest, p_sink, m_out, m_row, stride_om, stride_lm, scale,
     MASK: tl.constexpr, D: tl.constexpr, DROPPED: tl.constexpr, LAZY: tl.constexpr, SINKS: tl.constexpr,
@@ -235,7 +291,7 @@ def store_rows(
 @triton.jit(
     do_not_specialize=[
         *("stride_lb", "stride_lh", "stride_order_b", "stride_order_h"),
-        *("heads", "group", "tiles", "work", "all_rows", "blocks", "right", "span"),
+        *("heads", "group", "tiles", "work", "all_rows", "blocks", "parts", "right", "span"),
     ]
 )
 def attention_kernel(
@@ -245,7 +301,9 @@ def attention_kernel(
     p_out,
     p_lse,  # (B, Hq, Sq) FP32, or packed (T, Hq)
     p_anchor,  # (B, Hkv, blocks, D) FP16; packed: (1, Hkv, blocks, D)
-    p_norms,  # (B, Hkv, blocks) FP32: largest norm of a key, infinite if one is not finite
+    p_shifted,  # if FAST and GUARDED, from `centre_kernel`: K'
+    p_shared,  # (B Hkv, D_PAD) FP16, packed: (Hkv, blocks, D_PAD): what K' lacks
+    p_norms,  # (B Hkv, 2, parts) FP32: the longest key of K and of K'; infinite where that does not count
     p_marked,  # (1,) INT32: 1 if any tile needs the exact pass
     p_mask,  # bytes or floats, broadcast by strides of 0
     p_sink,  # (Hq,) FP32, if SINKS
@@ -283,7 +341,8 @@ def attention_kernel(
     work,
     all_rows,
     all_keys,
-    blocks,
+    blocks,  # of keys, for their anchors
+    parts,  # for their norms
     right,  # as `KernelCall.limits`, if WINDOW
     span,
     scale,  # nats in a unit of a score: of q.k, or of its tanh if CAP
@@ -297,6 +356,7 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ANCHOR_BLOCK: tl.constexpr,
+    PART: tl.constexpr,  # keys of a part
     FAST: tl.constexpr,  # one instruction for an exponent; only with SHIFT "none"
     GUARDED: tl.constexpr,  # with FAST, mark the tiles that need the exact pass; without, compute only these
     CLEAN: tl.constexpr,  # skip the test of values: an NPU cannot branch around a product (see README.md)
@@ -362,13 +422,10 @@ def attention_kernel(
             active = tl.load(p_mark, mask=active, other=0.0) == INF
             rows = tl.where(active, rows, 0)
             m_out = m_out & (rows > 0)
-        # key blocks that every row sees whole, then those on the diagonal and the partial last one
-        b_max = tl.full((BLOCK_M,), -INF, tl.float32)
-        b_sum = tl.zeros((BLOCK_M,), tl.float32)
-        b_acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
-        b_framed = tl.zeros((BLOCK_M,), tl.float32)
         b_frame = tl.zeros((D_PAD,), tl.float32)
         p_listed = p_order
+        whole_tiles = 0
+        torn_tiles = 0
         if LISTED:
             o_order = batch * stride_order_b + head * stride_order_h + o_tile
             listed = tl.cdiv(keys, BLOCK_N)
@@ -382,50 +439,47 @@ def attention_kernel(
                 first = tl.load(p_entry, mask=whole_tiles + torn_tiles > 0, other=0) * BLOCK_N // ANCHOR_BLOCK
             m_first = (o_d < D) & (first * ANCHOR_BLOCK < keys)
             b_frame = tl.load(p_anchors + first * D + o_d, mask=m_first, other=0.0).to(tl.float32)
-        if (LISTED and GUARDED) and FAST:
-            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-            active = active & bounded
-        whole = tl.where(active, whole, 0)
-        end = tl.where(active, end, 0)
-        gap = tl.maximum(whole - whole_from, 0)
-        if LISTED:
-            end = listed
-            b_max, b_sum, b_acc, b_frame, b_framed = attend(
-                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, 0, tl.where(active, whole_tiles, 0), keys, diagonal, span, 0, 0, scale,
-                ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True,
-                SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, True, WINDOW,
-                CAP,
-            )  # fmt: skip
-            whole = end - tl.where(active, torn_tiles, 0)
-        elif FAST and MASK == "none":
-            b_max, b_sum, b_acc = attend_whole(
-                b_q, b_nan, p_keys, p_values, whole_from, whole, scale, ratio, stride_kn, stride_vn, o_batch,
-                o_head // group, begin_k, D, D_PAD, BLOCK_N, DESCRIPTORS, OVERLAP, CAP,
-            )  # fmt: skip
-        elif MASK == "none":
-            b_max, b_sum, b_acc, b_frame, b_framed = attend(
-                b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-                o_row, rows, whole_from, whole, keys, diagonal, span, 0, 0, scale, ratio, stride_kn, stride_vn,
-                stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, True, SHIFT, MASK, False, D, D_PAD,
-                BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, False, WINDOW, CAP,
-            )  # fmt: skip
-        if (GUARDED and FAST) and not LISTED:  # after the loop, which would otherwise wait for the norms
-            bounded = is_bounded(b_square, p_norms + head_block, tl.cdiv(keys, ANCHOR_BLOCK), scale, 128)
-        rest = whole
-        if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees
-            rest = begin
-            end -= gap
-        b_max, b_sum, b_acc, b_frame, b_framed = attend(
-            b_q, b_nan, b_max, b_sum, b_acc, b_frame, b_framed, p_keys, p_values, p_anchors, p_rows_mask, p_listed,
-            o_row, rows, rest, end, keys, diagonal, span, whole_from, gap, scale, ratio, stride_kn, stride_vn,
-            stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD,
-            BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, LISTED, WINDOW, CAP,
+        if GUARDED and FAST:
+            # A head's first part tells if there may be a K'. Mostly there is none, and no other norm is waited for.
+            pair = batch * (heads // group) + kv_head
+            PARTS: tl.constexpr = ANCHOR_BLOCK // PART  # of a block
+            p_longest = p_norms + pair * 2 * parts + first_block * PARTS
+            first = tl.load(p_longest + parts, mask=keys > 0, other=INF)
+            its_parts = tl.cdiv(keys, PART)
+            longest = tl.maximum(first, largest_norm(p_longest + parts, tl.where(first < INF, its_parts, 0), 128))
+            shared = longest < INF
+            its_parts = tl.where(shared, 0, its_parts)
+            if LISTED:
+                longest = tl.where(shared, longest, largest_norm(p_longest, its_parts, 128))
+                active = active & is_bounded(b_square, longest, scale)
+            b_shared = tl.zeros((BLOCK_M,), tl.float32)  # q.a
+            if shared:
+                o_anchor = pair * (parts // PARTS) + first_block if VARLEN else pair
+                b_anchor = tl.load(p_shared + o_anchor * D_PAD + o_d).to(tl.float32)
+                b_shared = tl.sum(b_q.to(tl.float32) * b_anchor[None, :], 1)
+            if DESCRIPTORS:
+                if shared:
+                    p_keys = p_shifted
+            else:  # K' is contiguous
+                o_shifted = tl.cast(begin_k, tl.int64) * (heads // group) + kv_head
+                o_shifted = o_shifted if VARLEN else pair * keys
+                p_keys = tl.where(shared, p_shifted + o_shifted * D, p_keys)
+                stride_kn = tl.where(shared, heads // group * D if VARLEN else D, stride_kn)
+        whole, end = tl.where(active, whole, 0), tl.where(active, end, 0)
+        whole_tiles, torn_tiles = tl.where(active, whole_tiles, 0), tl.where(active, torn_tiles, 0)
+        b_max, b_sum, b_acc, b_framed = attend_tile(
+            b_q, b_nan, b_frame, p_keys, p_values, p_anchors, p_rows_mask, p_listed, whole_tiles, torn_tiles, o_row,
+            rows, begin, whole_from, whole, end, keys, diagonal, span, scale, ratio, stride_kn, stride_vn,
+            stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N,
+            ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, OVERLAP, LISTED, WINDOW, CAP,
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
-            marked = (bounded & all_finite(b_acc)) == 0
+            if not LISTED:  # after the loop, which would otherwise wait for the norms
+                longest = tl.where(shared, longest, largest_norm(p_longest, its_parts, 128))
+            marked = (is_bounded(b_square, longest, scale) & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
+            b_framed = tl.where(b_max > -INF, b_shared, 0.0)  # a row without keys may have any query
         o_lse = batch * stride_lb + head * stride_lh + at * stride_lm
         store_rows(
             b_max, b_sum, b_acc, b_framed, marked, p_out + batch * stride_ob + head * stride_oh + at * stride_om,

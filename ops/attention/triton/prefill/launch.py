@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pasa.ops.attention.triton.anchor_launch import KeyBlocks, find_anchors, shift_exact
+from pasa.ops.attention.triton.anchor_launch import Centred, centre_keys, find_anchors, shift_exact
 from pasa.ops.attention.triton.kernel_call import KernelCall, Packing, step_of, strides_of, visible_keys, work_of
 from pasa.ops.attention.triton.launcher import launch
 from pasa.ops.attention.triton.prefill.kernel import attention_kernel
@@ -31,15 +31,13 @@ def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor
     if options.batch_invariant:
         tiles = tiles[:1]  # the fastest tile depends on the batch, and so does the time at which it is measured
     if options.precision == "fp32" or call.softcap:
-        unused = KeyBlocks(lse, lse, lse)
-        fast = Pass(call, call.k, unused, packing, options.block_k, *results, fast=True)
+        fast = Pass(call, call.k, packing, options.block_k, *results, fast=True)
         fast.run(best_tile(call.q.device, fast.variant, tiles, fast.run))
         return out, lse, top
     if call.q.device.type == "npu":  # K' computed in the loop would not leave enough room in its unified buffer
         keys, anchors = shift_exact(call.k, options.block_k, visible=visible_keys(call), packing=packing)
-        key_blocks = KeyBlocks(lse, anchors, lse)
         tile = fit_ascend(tiles[0], call.mask_kind, call.banded)
-        Pass(call, keys, key_blocks, packing, options.block_k, *results, shift="before").run(tile)
+        Pass(call, keys, packing, options.block_k, *results, shift="before", anchors=anchors).run(tile)
         return out, lse, top
     # The second pass reads one mark per query tile of the first, so it must keep block_m. Its keys pass through
     # registers, so it has one stage.
@@ -49,17 +47,14 @@ def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor
         tiles = tuple(replace(tile, block_n=wide) for tile in tiles if tile.block_m == tall)
         listed = MaskTiles.of(call, tall, wide)
         visible = listed.visible
-    key_blocks = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing)
-    # Key norms bound q.k, but not what a float mask adds.
-    tile, bounded = tiles[0], call.mask_kind != "float"
-    if bounded:
-        fast = Pass(call, call.k, key_blocks, packing, options.block_k, *results, listed, fast=True, guarded=True)
-        tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
-        fast.run(tile)
-    exact_tile = Tile(tile.block_m, min(tile.block_n, EXACT_KEYS), tile.warps, 1)
-    Pass(call, call.k, key_blocks, packing, options.block_k, *results, listed, shift="here", guarded=bounded).run(
-        exact_tile
-    )
+    centred = centre_keys(call.k, options.block_k, visible=visible, packing=packing)
+    shared = Pass(call, call.k, packing, options.block_k, *results, listed, centred=centred)
+    fast = replace(shared, fast=True)
+    tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
+    fast.run(tile)
+    found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing, marked=centred.marked)
+    exact = replace(shared, shift="here", anchors=found.anchors)
+    exact.run(Tile(tile.block_m, min(tile.block_n, EXACT_KEYS), tile.warps, 1))
     return out, lse, top
 
 
@@ -77,22 +72,31 @@ class Pass:
         The largest score of each row, or `lse` if nobody asks for it.
     listed : MaskTiles, optional
         The tiles of a masked call, made for the tile size that it is run with.
-    shift, fast, guarded
+    centred : Centred, optional
+        Of the keys: the pass is one of two.
+    anchors : Tensor, optional
+        Of key blocks, for a pass that shifts keys.
+    shift, fast
         As in `attention_kernel`.
     """
 
     call: KernelCall
     keys: Tensor
-    key_blocks: KeyBlocks
     packing: Packing | None
     block: int
     out: Tensor
     lse: Tensor
     top: Tensor
     listed: MaskTiles | None = None
+    centred: Centred | None = None
+    anchors: Tensor | None = None
     shift: str = "none"
     fast: bool = False
-    guarded: bool = False
+
+    @property
+    def guarded(self) -> bool:
+        """Return whether the pass leaves tiles to another one, or computes those."""
+        return self.centred is not None
 
     @property
     def variant(self) -> str:
@@ -109,27 +113,30 @@ class Pass:
 
     def run(self, tile: Tile) -> None:
         """Launch the kernel with this tile."""
-        call, keys, values, anchors = self.call, self.keys, self.call.v, self.key_blocks.anchors
+        call, keys, values, unused = self.call, self.keys, self.call.v, self.lse
+        anchors = unused if self.anchors is None else self.anchors
+        shifted, shared, norms, marked, part = self.centred or Centred(call.k, unused, unused, unused, self.block)
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
-        blocks = anchors.shape[2] if anchors.dim() == 4 else 0  # plain flash attention has no anchors
+        blocks = 0 if self.anchors is None else self.anchors.shape[2]
         second = self.guarded and not self.fast  # mostly nothing to do: a few programs go through all tiles
         loop = second or call.q.device.type == "npu"
         descriptors = tile.descriptors and self.describable
         if descriptors:
-            keys, values = (_descriptor(x, tile.block_n) for x in (keys, values))
+            keys, values, shifted = (_descriptor(x, tile.block_n) for x in (keys, values, shifted))
         launch(
             attention_kernel, (min(work, 2 * processors(call.q.device)) if loop else work, 1, 1),
-            (call.q, keys, values, self.out, self.lse, anchors, self.key_blocks.norms, self.key_blocks.marked,
+            (call.q, keys, values, self.out, self.lse, anchors, shifted, shared, norms, marked,
              self.lse if call.mask is None else call.mask, self.lse if call.sinks is None else call.sinks, self.top,
              *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
             (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
              *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
              *((0, 0) if self.listed is None else self.listed.strides()),
-             heads, call.group, tiles, work, call.rows, call.keys, blocks, *call.limits, call.unit, call.ratio),
+             heads, call.group, tiles, work, call.rows, call.keys, blocks, norms.shape[-1], *call.limits, call.unit,
+             call.ratio),
             {"SHIFT": self.shift, "MASK": call.mask_kind, "CAUSAL": call.banded, "VARLEN": self.packing is not None,
              "D": dim, "D_PAD": pad, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "ANCHOR_BLOCK": self.block,
-             "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
+             "PART": part, "FAST": self.fast, "GUARDED": self.guarded, "CLEAN": call.q.device.type == "npu",
              "DESCRIPTORS": descriptors, "OVERLAP": self.fast and tile.overlap,
              "LISTED": self.listed is not None, "LOOP": loop, "DROPPED": call.dropped,
              **call.flags, "SINKS": call.sinks is not None, "MAXIMA": call.max_logits,

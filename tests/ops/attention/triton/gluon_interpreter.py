@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pasa.ops.attention.triton.hopper.centre_kernel import TILE
+from pasa.ops.attention.triton.centre_kernel import TILE
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 HERE = "pasa.ops.attention.triton"
@@ -369,7 +369,7 @@ class Kernels:
                 warpgroup_mma_wait=wait_for_products,
             ),
             "triton.language.core": types.SimpleNamespace(_aggregate=same),
-            f"{HERE}.hopper.centre_kernel": types.SimpleNamespace(TILE=TILE.value),
+            f"{HERE}.centre_kernel": types.SimpleNamespace(TILE=TILE.value),
             f"{HERE}.tile_math": types.SimpleNamespace(ANCHOR_LIMIT=Number(ANCHOR_LIMIT.value), next_frame=next_frame),
             f"{HERE}.rounding_kernel": types.SimpleNamespace(
                 flag_rows=None, round_flagged=None, round_rows=lambda b_o, *rounding: b_o

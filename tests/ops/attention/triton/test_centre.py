@@ -1,42 +1,27 @@
-"""The pass over the keys on Hopper subtracts exactly, makes no key longer, and counts only where all keys allow it.
+"""The pass over the keys subtracts exactly, makes no key longer, and counts only where all keys allow it."""
 
-The kernel runs in Triton's interpreter; elsewhere only a GPU can run it.
-"""
+from itertools import pairwise
 
 import pytest
 import torch
-import triton.language as tl
 
-from pasa.ops.attention.triton.hopper.centre_kernel import SAMPLE, SPREAD, TILE, centre_kernel
-from pasa.ops.attention.triton.tiles import hopper_pad
+from pasa.ops.attention.triton.anchor_launch import centre_keys
+from pasa.ops.attention.triton.centre_kernel import SAMPLE, SPREAD
+from pasa.ops.attention.triton.kernel_call import Packing
+from pasa.ops.packed import tile_table
+from tests.inputs import DEVICE
 
-BATCH, HEADS = 2, 3
+BATCH, HEADS, BLOCK = 2, 3, 128
 MARGIN = 2.0**-9  # of a norm, which the kernel raises by 2^-10
 
 
-@pytest.fixture(autouse=True)
-def without_early_launch(monkeypatch):
-    monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
-
-
-def run(k):
-    """Return K', anchors without padding, the longest key of each part in K and in K', and the mark."""
-    batch, heads, keys, dim = k.shape
-    pad = hopper_pad(dim)
-    part = TILE.value // pad
-    parts = -(-keys // part)
-    shifted = torch.full((batch, heads, keys, dim), torch.nan, dtype=torch.float16)
-    anchors = torch.full((batch * heads, pad), torch.nan, dtype=torch.float16)
-    norms = torch.full((batch * heads, 2, parts), torch.nan)
-    marked = torch.ones(1, dtype=torch.int32)
-    strides = k.stride()[:3]
-    centre_kernel[(batch * heads * parts, 1, 1)](
-        k, shifted, anchors, norms, marked, *strides, heads, keys, parts, dim, pad, part
-    )
-    assert marked.item() == 0
-    used = ~anchors.isnan().all(1)
-    assert (anchors[used, dim:] == 0).all(), "padding takes part in nothing"
-    return shifted, anchors[:, :dim].view(batch, heads, dim), norms.view(batch, heads, 2, parts).amax(-1)
+def run(k, **how):
+    """Return K', anchors without padding, and the longest key of each head in K and in K'."""
+    centred = centre_keys(k.to(DEVICE), BLOCK, **how)
+    assert centred.marked.item() == 0
+    norms = centred.norms.amax(-1)
+    assert (centred.shared[norms[:, :, 1].isfinite()][:, k.shape[-1] :] == 0).all(), "padding takes part in nothing"
+    return centred.shifted.cpu(), centred.shared[..., : k.shape[-1]].cpu(), norms.cpu()
 
 
 def keys(n, dim, bias=0.0, seed=0):
@@ -121,3 +106,42 @@ def test_largest_and_smallest_numbers():
             assert torch.equal(shifted.double() + anchors.double().unsqueeze(2), k.double())
             assert (shifted.abs() <= k.abs()).all()
         assert norms[0, 0, 0].isfinite()
+
+
+def test_keys_that_no_row_sees_do_not_count():
+    """A padded batch keeps its K': zeros, NaN or keys from far away under the mask change no anchor and no norm."""
+    k = keys(300, 64, bias=20.0)
+    seen = torch.ones(BATCH, 5, 300, dtype=torch.uint8)
+    seen[0, :, :70] = 0
+    seen[1, 1:] = 0  # one group sees the keys from 150 on, and no group others
+    seen[1, 0, :150] = 0
+    hidden = ~seen.bool().any(1)[:, None, :, None]
+    for garbage in (0.0, torch.nan, torch.inf, -60000.0):
+        shifted, anchors, norms = run(k.masked_fill(hidden, garbage), visible=seen.to(DEVICE))
+        restored = shifted.double() + anchors.double().unsqueeze(2)
+        assert torch.equal(restored.masked_fill(hidden, 0.0), k.double().masked_fill(hidden, 0.0))
+        assert shifted.isfinite().all()
+        assert ((norms[:, :, 0] - lengths(k.masked_fill(hidden, 0.0))).abs() <= MARGIN * norms[:, :, 0]).all()
+        assert (norms[:, :, 1] < 0.5 * norms[:, :, 0]).all()
+
+
+@pytest.mark.parametrize("dim", [64, 160])
+def test_packed_sequences_have_anchors_of_their_own(dim):
+    """Each sequence has anchors of its own, at its first block; tokens behind the last sequence have none."""
+    edges = [0, 130, 130, 131, 400]
+    bias = torch.repeat_interleave(torch.tensor([20.0, 60.0, -30.0, 0.0]), torch.tensor([130, 1, 269, 12]))
+    k = torch.randn(412, HEADS, dim, generator=torch.Generator().manual_seed(3)) + bias[:, None, None]
+    k = k.half().to(DEVICE)
+    cu = torch.tensor(edges, dtype=torch.int32, device=DEVICE)
+    packing = Packing(*tile_table(cu, BLOCK, len(k)), cu)
+    centred = centre_keys(k, BLOCK, packing=packing)
+    parts = BLOCK // centred.part
+    for sequence, (begin, end) in enumerate(pairwise(edges)):
+        if end > begin:
+            first = int(packing.first[sequence])
+            anchors = centred.shared[:, first, :dim].double()
+            rest = centred.shifted[begin:end].double()
+            assert torch.equal(rest + anchors, k[begin:end].double())
+            blocks = -(-(end - begin) // BLOCK)
+            norms = centred.norms[0, :, 1, first * parts : (first + blocks) * parts].amax(-1)
+            assert ((norms - rest.norm(dim=-1).amax(0)).abs() <= MARGIN * norms).all()

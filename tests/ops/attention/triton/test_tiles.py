@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pasa.ops.attention.triton import tiles, tuning
-from pasa.ops.attention.triton.anchor_launch import KeyBlocks
+from pasa.ops.attention.triton.anchor_launch import Centred
 from pasa.ops.attention.triton.decode import cases as decode_cases
 from pasa.ops.attention.triton.decode import paged_cases
 from pasa.ops.attention.triton.decode.launch import LANES, decode_tiles, keys_of_a_lane, lane_stages
@@ -143,8 +143,8 @@ def test_whatever_changes_the_time_changes_the_key():
 
     def variant(rows=300, keys=300, block=128, causal=False, guarded=True, width=64, dropped=0):
         q, k = torch.zeros(1, 2, rows, 64).half(), torch.zeros(1, 2, keys, width).half()[..., :64]
-        call, unused = KernelCall(q, k, k, 1.0, is_causal=causal, dropped=dropped), KeyBlocks(q, q, q)
-        return Pass(call, k, unused, None, block, q, q, q, fast=True, guarded=guarded).variant
+        call, centred = KernelCall(q, k, k, 1.0, is_causal=causal, dropped=dropped), Centred(q, q, q, q, 64)
+        return Pass(call, k, None, block, q, q, q, fast=True, centred=centred if guarded else None).variant
 
     others = [{"rows": 20}, {"keys": 3000}, {"block": 64}, {"causal": True}, {"guarded": False}, {"width": 65}]
     others.append({"dropped": 13})
