@@ -10,7 +10,6 @@ from pasa.ops.attention.triton.anchor_kernel import anchor_kernel, shift_kernel
 from pasa.ops.attention.triton.centre_kernel import TILE, centre_kernel
 from pasa.ops.attention.triton.rounding_kernel import rounding_kernel
 from pasa.ops.attention.triton.tile_math import SLICE
-from pasa.ops.attention.triton.tiles import pad_dim
 
 Case = dict[str, Any]
 
@@ -116,7 +115,7 @@ NVIDIA_CASES = [
         make_case(
             centre_kernel,
             f"centre_d{dim}" + (f"_{kind}" if kind else ""),
-            {"D": dim, "D_PAD": pad_dim(dim), "BLOCK": max(64, TILE.value // dim), "PARTS": 2}
+            {"D": dim, "D_PAD": dim, "BLOCK": max(64, TILE.value // dim), "PARTS": 2}
             | {"HAS_VISIBLE": kind == "visible", "VARLEN": kind == "packed", "EARLY": False},
             options={"num_warps": max(2, dim // 64)},
         )

@@ -48,12 +48,12 @@ def prefill_attention(call: KernelCall, packing: Packing | None) -> tuple[Tensor
         listed = MaskTiles.of(call, tall, wide)
         visible = listed.visible
     centred = centre_keys(call.k, options.block_k, visible=visible, packing=packing)
-    shared = Pass(call, call.k, packing, options.block_k, *results, listed, centred=centred)
-    fast = replace(shared, fast=True)
+    either = Pass(call, call.k, packing, options.block_k, *results, listed, centred=centred)
+    fast = replace(either, fast=True)
     tile = best_tile(call.q.device, fast.variant, tiles, fast.run)
     fast.run(tile)
     found = find_anchors(call.k, call.v, options.block_k, visible=visible, packing=packing, marked=centred.marked)
-    exact = replace(shared, shift="here", anchors=found.anchors)
+    exact = replace(either, shift="here", anchors=found.anchors)
     exact.run(Tile(tile.block_m, min(tile.block_n, EXACT_KEYS), tile.warps, 1))
     return out, lse, top
 
