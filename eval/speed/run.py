@@ -219,9 +219,9 @@ def take_times(case: SpeedCase, entrants: Sequence[Entrant], clock: Clock, bandw
 
 
 def prepass(inputs: Inputs) -> Call:
-    """Return the pass over the keys alone: norms and anchors of every block, known before a query is read."""
+    """Return the pass over the keys alone: norms, and keys less what they share, known before a query is read."""
     backend: Any = importlib.import_module("pasa.ops.attention.triton.anchor_launch")  # Triton is an extra
-    return Call(lambda: backend.find_anchors(inputs.k, inputs.v, BLOCK, check_values=inputs.causal).norms)
+    return Call(lambda: backend.centre_keys(inputs.k, BLOCK).norms)
 
 
 def reading(inputs: Inputs) -> Call:

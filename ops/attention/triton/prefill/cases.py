@@ -84,7 +84,12 @@ NVIDIA_CASES = [
     _attention("sm_80_d64_unbiased", sizes_of(64, 128, 64), DROPPED=13, **FAST, **on_arch(80, 4, 3)),
     _attention("sm_90_d128_bf16", sizes_of(128, 64, 64), DROPPED=16, **FAST, **ON_HOPPER, **on_arch(90, 4, 3, stack=0)),
     _attention("sm_90_d128_exact_unbiased", sizes_of(128, 64, 64), DROPPED=13, **EXACT, **on_arch(90, 4, 1)),
-    _attention("sm_90_d256", sizes_of(256, 128, 64), **FAST, **on_arch(90, 8, 2)),
+    *(
+        _attention(
+            "sm_90_d256" + "_full" * (not causal), sizes_of(256, 128, 64), "none", causal, **FAST, **on_arch(90, 8, 2)
+        )
+        for causal in (True, False)
+    ),
     _attention("sm_90_d256_few_rows", sizes_of(256, 64, 64), **FAST, **on_arch(90, 4, 2, stack=1200)),
     _attention("sm_90_d128_exact", sizes_of(128, 64, 64), **EXACT, **on_arch(90, 4, 1)),
     *(

@@ -217,15 +217,16 @@ def attend_whole(
 def attend_tile(
     b_q, b_nan, b_frame, p_k, p_v, p_anchor, p_mask, p_order, whole_tiles, torn_tiles, o_row, rows, begin, whole_from,
     whole, end, keys, diagonal, span, scale, ratio, stride_kn, stride_vn, stride_mask_m, stride_mask_n, o_batch,
-    o_kv_head, begin_k, SHIFT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR_BLOCK: tl.constexpr, FAST: tl.constexpr, GUARDED: tl.constexpr,
-    CLEAN: tl.constexpr, DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, LISTED: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
+    o_kv_head, begin_k, p_longest, its_parts, SHIFT: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR_BLOCK: tl.constexpr, FAST: tl.constexpr,
+    GUARDED: tl.constexpr, CLEAN: tl.constexpr, DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, LISTED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to key blocks that every row sees whole, then to those on the diagonal and the partial last one.
 
     Arguments as in `attend`, but: begin, end: the keys that some row sees; whole_from, whole: those within them that
-    every row sees; whole_tiles, torn_tiles, if LISTED: how many tiles at either end of the list every row sees, or not.
+    every row sees; whole_tiles, torn_tiles, if LISTED: how many tiles at either end of the list every row sees, or not;
+    p_longest: norms of `its_parts` parts of the keys, the largest of which is returned.
     """
     b_max = tl.full((b_q.shape[0],), -INF, tl.float32)
     b_sum = tl.zeros((b_q.shape[0],), tl.float32)
@@ -253,6 +254,11 @@ def attend_tile(
             stride_mask_n, o_batch, o_kv_head, begin_k, True, SHIFT, MASK, False, D, D_PAD, BLOCK_N, ANCHOR_BLOCK,
             FAST, GUARDED, CLEAN, DESCRIPTORS, False, WINDOW, CAP,
         )  # fmt: skip
+    longest = 0.0
+    if (GUARDED and FAST) and not LISTED:
+        # After a loop, which would otherwise wait for the norms. Between two, or else ptxas lets products of D = 256
+        # wait for one another (C7515), which takes a sixth more time.
+        longest = largest_norm(p_longest, its_parts, 128)
     rest = whole
     if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees
         rest = begin
@@ -263,7 +269,7 @@ def attend_tile(
         o_batch, o_kv_head, begin_k, False, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED,
         CLEAN, DESCRIPTORS, LISTED, WINDOW, CAP,
     )  # fmt: skip
-    return b_max, b_sum, b_acc, b_framed
+    return b_max, b_sum, b_acc, b_framed, longest
 
 
 @triton.jit
@@ -439,6 +445,8 @@ def attention_kernel(
                 first = tl.load(p_entry, mask=whole_tiles + torn_tiles > 0, other=0) * BLOCK_N // ANCHOR_BLOCK
             m_first = (o_d < D) & (first * ANCHOR_BLOCK < keys)
             b_frame = tl.load(p_anchors + first * D + o_d, mask=m_first, other=0.0).to(tl.float32)
+        p_longest = p_norms
+        its_parts = 0  # whose norms are still to be read
         if GUARDED and FAST:
             # A head's first part tells if there may be a K'. Mostly there is none, and no other norm is waited for.
             pair = batch * (heads // group) + kv_head
@@ -467,16 +475,16 @@ def attention_kernel(
                 stride_kn = tl.where(shared, heads // group * D if VARLEN else D, stride_kn)
         whole, end = tl.where(active, whole, 0), tl.where(active, end, 0)
         whole_tiles, torn_tiles = tl.where(active, whole_tiles, 0), tl.where(active, torn_tiles, 0)
-        b_max, b_sum, b_acc, b_framed = attend_tile(
+        b_max, b_sum, b_acc, b_framed, other = attend_tile(
             b_q, b_nan, b_frame, p_keys, p_values, p_anchors, p_rows_mask, p_listed, whole_tiles, torn_tiles, o_row,
             rows, begin, whole_from, whole, end, keys, diagonal, span, scale, ratio, stride_kn, stride_vn,
-            stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, SHIFT, MASK, CAUSAL, D, D_PAD, BLOCK_N,
-            ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, OVERLAP, LISTED, WINDOW, CAP,
+            stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, p_longest, its_parts, SHIFT, MASK, CAUSAL,
+            D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, OVERLAP, LISTED, WINDOW, CAP,
         )  # fmt: skip
         marked = False
         if GUARDED and FAST:  # a value that is not finite shows in the result
-            if not LISTED:  # after the loop, which would otherwise wait for the norms
-                longest = tl.where(shared, longest, largest_norm(p_longest, its_parts, 128))
+            if not LISTED:
+                longest = tl.where(shared, longest, other)
             marked = (is_bounded(b_square, longest, scale) & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
             b_framed = tl.where(b_max > -INF, b_shared, 0.0)  # a row without keys may have any query

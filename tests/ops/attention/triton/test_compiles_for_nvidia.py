@@ -137,6 +137,22 @@ def test_the_second_part_of_a_loop_begins_where_the_first_ended(name, tmp_path):
     assert all(f"{begin} = " in carried for carried, begin in loops)
 
 
+@pytest.mark.parametrize("name", ["sm_90_d256", "sm_90_d256_full", "sm_90_d128_2"])
+def test_products_do_not_wait_for_one_another(name, tmp_path):
+    """Tensor cores get several products at a time.
+
+    Story: two loops that followed each other directly made ptxas serialise the products at D = 256 (C7515), which took
+    a sixth more time.
+    """
+    from triton import knobs
+
+    case = next(each for each in compiler()[1] if each["name"] == name)
+    compiled(module=case["module"], name=name, architecture=90, cache=str(tmp_path))
+    (cubin,) = tmp_path.rglob("*.cubin")
+    code = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert 0 < code.count("WARPGROUP.ARRIVE") <= code.count("HGMMA") / 4
+
+
 def test_the_record_is_of_today():
     """The record has the key of every case; otherwise every clone compiles the changed cases again."""
     runs = {f"{case['name']}-sm_{arch}": (case, arch) for case in compiler()[1] for arch in case["architectures"]}
