@@ -9,6 +9,7 @@ SHORT = "ops/attention/triton/short/kernel.py"
 SHIFT = "ops/attention/triton/anchor_kernel.py"
 ROUNDING = "ops/attention/triton/rounding_kernel.py"
 
+SECOND_PASS = "tests/ops/attention/triton/test_second_pass.py::"
 GAPS = "tests/ops/attention/test_gaps.py::"
 CORNERS = "tests/ops/attention/test_corners.py::"
 SAMPLES = "tests/ops/attention/test_samples.py::"
@@ -88,6 +89,27 @@ KERNELS = [
         "marked = (is_bounded(b_square, longest, scale) & all_finite(b_acc)) == 0",
         "marked = is_bounded(b_square, longest, scale) == 0",
         CORNERS + "test_a_number_that_is_not_finite_in_the_last_keys",
+    ),
+    mutant(
+        "the log-sum-exp lacks what K' lacks",
+        PREFILL,
+        "b_framed = b_shared",
+        "b_framed = b_shared * 0.0",
+        SECOND_PASS + "test_a_bias_takes_no_second_pass[160-causal]",
+    ),
+    mutant(
+        "packed heads share the first head's anchors",
+        PREFILL,
+        "o_anchor = pair * (parts // PARTS) + first_block if VARLEN",
+        "o_anchor = first_block if VARLEN",
+        SECOND_PASS + "test_packed_sequences_take_no_second_pass",
+    ),
+    mutant(
+        "keys that no row sees take part in the choice of anchors",
+        "ops/attention/triton/centre_kernel.py",
+        "low = tl.min(tl.where(m_sample, b_sample.to(tl.float32), INF), 0)",
+        "low = tl.min(b_sample.to(tl.float32), 0)",
+        SECOND_PASS + "test_padding_takes_no_second_pass[bool-0.0]",
     ),
     mutant(
         "key heads of a later batch entry are counted as query heads",

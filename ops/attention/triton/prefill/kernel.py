@@ -487,7 +487,7 @@ def attention_kernel(
                 longest = tl.where(shared, longest, other)
             marked = (is_bounded(b_square, longest, scale) & all_finite(b_acc)) == 0
             tl.store(p_marked, 1, mask=marked)
-            b_framed = tl.where(b_max > -INF, b_shared, 0.0)  # a row without keys may have any query
+            b_framed = b_shared
         o_lse = batch * stride_lb + head * stride_lh + at * stride_lm
         store_rows(
             b_max, b_sum, b_acc, b_framed, marked, p_out + batch * stride_ob + head * stride_oh + at * stride_om,
