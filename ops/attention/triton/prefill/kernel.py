@@ -447,6 +447,7 @@ def attention_kernel(
             b_frame = tl.load(p_anchors + first * D + o_d, mask=m_first, other=0.0).to(tl.float32)
         p_longest = p_norms
         its_parts = 0  # whose norms are still to be read
+        stride_key = stride_kn
         if GUARDED and FAST:
             # A head's first part tells if there may be a K'. Mostly there is none, and no other norm is waited for.
             pair = batch * (heads // group) + kv_head
@@ -472,12 +473,12 @@ def attention_kernel(
                 o_shifted = tl.cast(begin_k, tl.int64) * (heads // group) + kv_head
                 o_shifted = o_shifted if VARLEN else pair * keys
                 p_keys = tl.where(shared, p_shifted + o_shifted * D, p_keys)
-                stride_kn = tl.where(shared, heads // group * D if VARLEN else D, stride_kn)
+                stride_key = tl.where(shared, heads // group * D if VARLEN else D, stride_kn)
         whole, end = tl.where(active, whole, 0), tl.where(active, end, 0)
         whole_tiles, torn_tiles = tl.where(active, whole_tiles, 0), tl.where(active, torn_tiles, 0)
         b_max, b_sum, b_acc, b_framed, other = attend_tile(
             b_q, b_nan, b_frame, p_keys, p_values, p_anchors, p_rows_mask, p_listed, whole_tiles, torn_tiles, o_row,
-            rows, begin, whole_from, whole, end, keys, diagonal, span, scale, ratio, stride_kn, stride_vn,
+            rows, begin, whole_from, whole, end, keys, diagonal, span, scale, ratio, stride_key, stride_vn,
             stride_mask_m, stride_mask_n, o_batch, o_head // group, begin_k, p_longest, its_parts, SHIFT, MASK, CAUSAL,
             D, D_PAD, BLOCK_N, ANCHOR_BLOCK, FAST, GUARDED, CLEAN, DESCRIPTORS, OVERLAP, LISTED, WINDOW, CAP,
         )  # fmt: skip
