@@ -179,13 +179,18 @@ def test_bad_number_in_a_float_mask_reaches_its_row(mode, value):
 @DEFAULTS
 @pytest.mark.parametrize("offset", [0.0, 20.0])
 def test_future_keys_move_a_row_by_rounding_only(mode, offset):
-    """Future keys change a row by rounding only, although block means include them."""
+    """Future keys change a row by rounding only, although block means include them.
+
+    In the reference, an earlier block is not affected at all. Triton's fast pass subtracts from the keys of a head what
+    all of them share, and so follows a key that is off the others' bias.
+    """
     q, k, v = (x + offset for x in normal_qkv((2, 1), (256, 256), 64))
     other_k, other_v = k.clone(), v.clone()
     other_k[..., 200:, :], other_v[..., 200:, :] = 3.0, -7.0
     golden, _ = pasa.golden_attention(q[:, :, :200], k[:, :, :200], v[:, :, :200], is_causal=True)
     before, after = (mode.out(q, *kv, is_causal=True)[:, :, :200] for kv in ((k, v), (other_k, other_v)))
-    assert torch.equal(before[:, :, :128], after[:, :, :128])  # an earlier block is not affected at all
+    if mode.backend == "reference":
+        assert torch.equal(before[:, :, :128], after[:, :, :128])
     assert max_error(after, before.double()) <= 2 * max_error(before, golden) + HALF_ULP
 
 
