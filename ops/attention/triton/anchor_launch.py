@@ -119,7 +119,10 @@ def find_anchors(
 
 
 def centre_keys(k: Tensor, block: int, *, visible: Tensor | None = None, packing: Packing | None = None) -> Centred:
-    """Subtract from FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D) what those of a head share; arguments as above."""
+    """Subtract from FP16 keys (B, Hkv, S, D) or packed (T, Hkv, D) what those of a head share.
+
+    Arguments as in `find_anchors`.
+    """
     heads, length, batch, blocks = _extent(k, block, packing)
     dim, pad = k.shape[-1], pad_dim(k.shape[-1])
     part = min(max(TILE.value // pad, LEAST_PART), block)

@@ -257,7 +257,7 @@ def attend_tile(
     longest = 0.0
     if (GUARDED and FAST) and not LISTED:
         # After a loop, which would otherwise wait for the norms. Between two, or else ptxas lets products of D = 256
-        # wait for one another (C7515), which takes a sixth more time.
+        # wait for one another (C7515).
         longest = largest_norm(p_longest, its_parts, 128)
     rest = whole
     if WINDOW and not LISTED:  # blocks at both edges, without those that every row sees

@@ -141,8 +141,7 @@ def test_the_second_part_of_a_loop_begins_where_the_first_ended(name, tmp_path):
 def test_products_do_not_wait_for_one_another(name, tmp_path):
     """Tensor cores get several products at a time.
 
-    Story: two loops that followed each other directly made ptxas serialise the products at D = 256 (C7515), which took
-    a sixth more time.
+    Story: two loops that followed each other directly made ptxas serialise the products at D = 256 (C7515).
     """
     from triton import knobs
 
