@@ -154,6 +154,13 @@ DECODING = [
         OF_DECODE + "test_padding_is_no_sample",
     ),
     mutant(
+        "decoding: the sample of a cache that is hardly filled is spread over all of it",
+        DECODE,
+        "o_sample = spread(first, last)",
+        "o_sample = spread(0, keys)",
+        OF_DECODE + "test_a_static_cache_that_is_hardly_filled_takes_one_pass",
+    ),
+    mutant(
         "decoding: a sample's anchor is that of two means",
         SAMPLING,
         "m_near = m_seen[:, None] & (tl.abs(b_k - b_middle[None, :]) <= 0.5",

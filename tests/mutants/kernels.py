@@ -197,6 +197,13 @@ KERNELS = [
         FEW_KEYS + "test_a_key_that_no_row_sees_changes_no_bit_of_few_keys",
     ),
     mutant(
+        "short: a tile of a masked call looks at the last keys, which it may not see",
+        SHORT,
+        "tl.where(found > 0, found, end)",
+        "end",
+        FEW_KEYS + "test_a_mask_over_the_last_keys_needs_one_anchor",
+    ),
+    mutant(
         "short: scores of any size need no anchor",
         SHORT,
         "* longest <= ANCHOR_LIMIT",

@@ -10,7 +10,14 @@ The query heads that share a key head are rows of one tile.
 import triton
 import triton.language as tl
 
-from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, seen_samples
+from pasa.ops.attention.triton.decode.tile_math import (
+    FEWEST,
+    choose_anchor,
+    load_sample,
+    shown_keys,
+    shown_range,
+    spread,
+)
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
 from pasa.ops.attention.triton.tile_math import (
@@ -129,8 +136,15 @@ def decode_kernel(
     if SHIFT == "head":  # these are waited for together with the queries
         p_last = p_mask + batch * stride_mask_b + kv_head * group * stride_mask_h
         p_last += tl.cast(rows - 1, tl.int64) * stride_mask_m
-        b_sample = load_sample(p_keys, keys, stride_kn, p_k, 0, D, D_PAD, 0)
-        m_sample = seen_samples(p_last, keys, stride_mask_n, MASK)
+        o_sample = spread(0, keys)
+        b_sample = load_sample(p_keys, o_sample, keys, stride_kn, p_k, 0, D, D_PAD, 0)
+        m_sample = shown_keys(p_last, o_sample, keys, stride_mask_n, MASK)
+        if MASK != "none":
+            if tl.sum(tl.where(m_sample, 1, 0), 0) < FEWEST:  # a static cache that is less than half full
+                first, last = shown_range(p_last, keys, stride_mask_n, MASK)
+                o_sample = spread(first, last)
+                b_sample = load_sample(p_keys, o_sample, keys, stride_kn, p_k, 0, D, D_PAD, 0)
+                m_sample = shown_keys(p_last, o_sample, keys, stride_mask_n, MASK)
     b_q, o_head, o_query, longest = load_queries(
         p_q, batch, kv_head, tile, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )

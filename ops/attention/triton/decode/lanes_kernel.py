@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
-from pasa.ops.attention.triton.decode.tile_math import SAMPLES, anchor_of_samples, are_long, load_sample
+from pasa.ops.attention.triton.decode.tile_math import SAMPLES, anchor_of_samples, are_long, load_sample, spread
 from pasa.ops.attention.triton.split_kernel import (
     FAR_ROWS,
     FP32_MAX,
@@ -178,7 +178,7 @@ def attend_program(
     o_d = tl.arange(0, D_PAD)
     step = splits * BLOCK
     begin = tl.where(o_split < splits, o_split * BLOCK, keys)
-    b_sample = load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    b_sample = load_sample(p_keys, spread(0, keys), keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )

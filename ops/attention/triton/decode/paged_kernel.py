@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pasa.ops.attention.triton.decode.kernel import load_queries, store_split
 from pasa.ops.attention.triton.decode.lanes_kernel import attend_lane_exactly, attend_program
-from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, parts_of, seen_samples
+from pasa.ops.attention.triton.decode.tile_math import choose_anchor, load_sample, parts_of, spread
 from pasa.ops.attention.triton.split_kernel import FAR_ROWS, attend_split, is_near
 from pasa.ops.attention.triton.tile_math import INF
 
@@ -128,8 +128,9 @@ def decode_paged_kernel(
         SHIFT: tl.constexpr = "head" if ANCHORS and (D_PAD <= 128 or BLOCK_M <= 32) else "none"
         if SHIFT == "head":
             keys = tl.load(p_tile + (3 * o_tile + 1 if TILED else o_tile))
-            b_sample = load_sample(p_keys, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
-            b_first = choose_anchor(b_sample.to(tl.float32), seen_samples(p_q, keys, 0, "none"), longest)
+            o_sample = spread(0, keys)
+            b_sample = load_sample(p_keys, o_sample, keys, stride_kn, p_pages, stride_kp, D, D_PAD, PAGE)
+            b_first = choose_anchor(b_sample.to(tl.float32), o_sample < keys, longest)
         b_max, b_sum, b_acc, b_first, b_far = attend_split(
             b_q, b_max, b_sum, b_acc, b_first, b_far, p_keys, p_values, p_q, o_query, m_row, begin, whole,
             diagonal, span, scale, ratio, longest, stride_kn, stride_vn, 0, p_pages, stride_kp, stride_vp,

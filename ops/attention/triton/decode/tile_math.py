@@ -12,6 +12,8 @@ from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT, INF
 
 SAMPLES = tl.constexpr(16)  # keys from which the anchor of a head is chosen
 UNLIKE = tl.constexpr(3)  # of them may be unlike the others
+FEWEST = tl.constexpr(8)  # of them must be alike, or there is no anchor
+LOOKS = tl.constexpr(512)  # places of a mask at which `shown_range` looks
 # The largest distance of a sampled key from its anchor, relative to the anchor; other keys may lie 2.5 times as far
 # away. The largest of 16 normal numbers lies 1.8 sigma from their mean, so others may lie 4.4 sigma away or more.
 NEAR = tl.constexpr(0.2)
@@ -47,32 +49,44 @@ def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
 
 
 @triton.jit
-def sampled_keys(keys):
-    """Return the numbers (SAMPLES,) of keys that are spread over a head; equal ones if there are fewer keys."""
-    return tl.arange(0, SAMPLES) * (keys // SAMPLES) + keys // (2 * SAMPLES)
+def spread(begin, end):
+    """Return the numbers (SAMPLES,) of keys that are spread from `begin` to `end`; equal ones where keys are few."""
+    return begin + (tl.arange(0, SAMPLES) * (end - begin) + (end - begin) // 2) // SAMPLES
 
 
 @triton.jit
-def load_sample(p_keys, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr):
-    """Load the sampled keys (SAMPLES, D) of a head."""
-    o_n = sampled_keys(keys)
+def shown_keys(p_mask, o_n, keys, stride_mask_n, MASK: tl.constexpr):
+    """Return which of the keys o_n (N,) a row of a mask shows."""
+    m_seen = o_n < keys
+    if MASK != "none":
+        b_mask = tl.load(p_mask + tl.cast(o_n, tl.int64) * stride_mask_n, mask=m_seen, other=0).to(tl.float32)
+        m_seen = m_seen & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))
+    return m_seen
+
+
+@triton.jit
+def shown_range(p_mask, keys, stride_mask_n, MASK: tl.constexpr):
+    """Return begin and end of the keys that a row of a mask shows, of `LOOKS` that are spread over all; 0, 0 if none.
+
+    They are right to a `LOOKS`th of the keys.
+    """
+    o_n = tl.arange(0, LOOKS) * tl.cdiv(keys, LOOKS)
+    m_seen = shown_keys(p_mask, o_n, keys, stride_mask_n, MASK)
+    end = tl.max(tl.where(m_seen, o_n + 1, 0), 0)
+    return tl.minimum(tl.min(tl.where(m_seen, o_n, keys), 0), end), end
+
+
+@triton.jit
+def load_sample(
+    p_keys, o_n, keys, stride_kn, p_table, stride_kp, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """Load the sampled keys o_n (SAMPLES,) of a head, as (SAMPLES, D)."""
     o_d = tl.arange(0, D_PAD)
     # Transposed and without vectors, so that a thread holds all samples of a column, which are reduced again and again.
     p_tile = p_keys + offsets_of(o_n, o_n < keys, stride_kn, p_table, stride_kp, PAGE)[None, :] + o_d[:, None]
     p_tile = tl.max_contiguous(p_tile, [1, 1])
     b_k = tl.load(p_tile, mask=(o_n < keys)[None, :] & (o_d < D)[:, None], other=0.0)
     return tl.trans(b_k.to(tl.float16))
-
-
-@triton.jit
-def seen_samples(p_mask, keys, stride_mask_n, MASK: tl.constexpr):
-    """Return which of the sampled keys a row of a mask shows."""
-    o_n = sampled_keys(keys)
-    m_seen = o_n < keys
-    if MASK != "none":
-        b_mask = tl.load(p_mask + tl.cast(o_n, tl.int64) * stride_mask_n, mask=m_seen, other=0).to(tl.float32)
-        m_seen = m_seen & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))
-    return m_seen
 
 
 @triton.jit
@@ -126,5 +140,5 @@ def anchor_of_samples(b_k, m_seen):
     anchor = masked_mean(b_k, m_near).to(tl.float16).to(tl.float32)
     m_near = m_seen[:, None] & (tl.abs(b_k - anchor[None, :]) <= NEAR * tl.abs(anchor)[None, :])
     seen = tl.sum(tl.where(m_seen, 1, 0), 0)
-    steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, SAMPLES // 2)
+    steady = tl.sum(tl.where(m_near, 1, 0), 0) >= tl.maximum(seen - UNLIKE, FEWEST)
     return tl.where(steady & (tl.abs(anchor) >= LEAST_ANCHOR), anchor, 0.0)

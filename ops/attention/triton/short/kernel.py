@@ -1,9 +1,9 @@
 """Triton kernel for short sequences of keys: one launch, in which each program goes through all keys of its rows.
 
 Where keys are few, a second launch costs more than splitting them would save. The rows of a tile are those of all query
-heads that share a key head, one head after another. The last keys show whether scores may be too large for FP32 sums.
-If so, their middle is subtracted from all keys. If that does not help or rounds a key, if other keys are longer, or if
-a number is not finite, the program starts again, and each block gets an anchor.
+heads that share a key head, one head after another. The last keys that its last row sees show whether scores may be too
+large for FP32 sums. If so, their middle is subtracted from all keys. If that does not help or rounds a key, if other
+keys are longer, or if a number is not finite, the program starts again, and each block gets an anchor.
 """
 
 import triton
@@ -22,6 +22,18 @@ from pasa.ops.attention.triton.tile_math import (
     mean_of_values,
     middle_anchor,
 )
+
+REACH = tl.constexpr(512)  # how many keys `end_of_seen` looks at: most calls that this kernel serves have fewer
+
+
+@triton.jit
+def end_of_seen(p_mask, end, stride_mask_n, MASK: tl.constexpr):
+    """Return one more than the last key before `end` that a row of a mask shows; `end` if it shows none of the last."""
+    o_n = tl.maximum(end - REACH, 0) + tl.arange(0, REACH)
+    b_mask = tl.load(p_mask + tl.cast(o_n, tl.int64) * stride_mask_n, mask=o_n < end, other=0).to(tl.float32)
+    m_seen = (o_n < end) & ((b_mask != 0.0) if MASK == "bool" else (b_mask != -INF))
+    found = tl.max(tl.where(m_seen, o_n + 1, 0), 0)
+    return tl.where(found > 0, found, end)
 
 
 @triton.jit
@@ -243,8 +255,12 @@ def short_kernel(
         diagonal += right
     if CAUSAL:
         end = tl.maximum(tl.minimum(keys, tl.where(one_head, last % rows, rows - 1) + diagonal + 1), 0)
+    sampled = end
+    if MASK != "none" and not WHOLE:  # a mask may hide what its rows may not see yet, and slots that are not filled
+        p_last = p_mask + batch * stride_mask_b + (kv_head * group + last // rows) * stride_mask_h
+        sampled = end_of_seen(p_last + tl.cast(last % rows, tl.int64) * stride_mask_m, end, stride_mask_n, MASK)
     # All loads are on their way before one is waited for. Queries, which every warp gets from the others, are last.
-    o_last = tl.maximum(end - BLOCK_N, 0) + tl.arange(0, BLOCK_N)
+    o_last = tl.maximum(sampled - BLOCK_N, 0) + tl.arange(0, BLOCK_N)
     b_k = load_block(p_keys, o_last, end, stride_kn, D, D_PAD)
     if WHOLE:
         b_v = load_block(p_values, o_last, end, stride_vn, D, D_PAD)

@@ -96,6 +96,28 @@ def test_few_keys_with_a_bias_need_one_anchor(rows, keys, bias, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(("heads", "rows", "dim"), [((1, 1), 120, 256), ((4, 1), 1, 128)])
+def test_a_mask_over_the_last_keys_needs_one_anchor(kind, heads, rows, dim, monkeypatch):
+    """Story: tiles looked for the bias in the last keys, which masks hide, and every such tile started again.
+
+    Masks with causality hide them from all tiles but the last, and static caches have slots that are not filled.
+    """
+    monkeypatch.delattr(split_kernel, "anchored_scores")
+    monkeypatch.setattr(launch, "HELD", 0)
+    q, k, v = normal_qkv(heads, (rows, 120), dim, batch=2)
+    q[..., :8] += 300
+    k[..., :8] += 300
+    k[:, :, 100:] = 0.0  # no row sees these slots
+    o_n = torch.arange(120)
+    seen = o_n <= (torch.arange(rows) if rows > 1 else torch.tensor([60]))[:, None]
+    seen = (seen & (o_n >= torch.tensor([33, 0])[:, None, None]) & (o_n < 100))[:, None]
+    mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    with short_prompts(True):
+        check(q, k, v, "exact", attn_mask=mask)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="replaces a device function, which only the interpreter looks up")
 @pytest.mark.parametrize("keys", [128, 300])
 @pytest.mark.parametrize("small", [0.0, 0.005, 0.03])
 def test_a_column_of_small_steady_keys_needs_no_other_anchors(small, keys, monkeypatch):
