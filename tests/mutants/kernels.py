@@ -183,6 +183,20 @@ KERNELS = [
         FINITE + "test_forward",
     ),
     mutant(
+        "a mask of odd length is not copied",
+        "ops/attention/triton/prefill/mask_launch.py",
+        "all(step % ALIGNED == 0",
+        "all(step >= 0",
+        TRITON + "test_a_mask_is_copied_where_its_rows_are_not_aligned",
+    ),
+    mutant(
+        "the copy of a mask lacks the last keys",
+        MASK,
+        "tl.store(p_tile, b_mask, mask=m_tile)",
+        "tl.store(p_tile, b_mask, mask=m_tile & (o_key < keys - 1)[None, :])",
+        TRITON + "test_a_mask_is_copied_where_its_rows_are_not_aligned",
+    ),
+    mutant(
         "the band of a sorted mask is one key narrower",
         MASK,
         "o_row[:, None] + (keys - rows)",

@@ -23,7 +23,7 @@ TYPES = {
     **dict.fromkeys(["p_lse", "p_norm", "p_norms", "p_part", "p_state", "p_bound", "p_low", "p_x"], "*fp32"),
     **dict.fromkeys(["p_tile", "p_table", "p_cu_q", "p_cu_k", "p_first_block", "p_block", "p_cu", "p_slot"], "*i32"),
     **dict.fromkeys(["p_framed", "p_marked", "p_order", "p_counts", "p_top_bits", "p_last"], "*i32"),
-    **dict.fromkeys(["p_mask", "p_visible", "p_seen", "p_empty", "p_states"], "*u8"),
+    **dict.fromkeys(["p_mask", "p_copy", "p_visible", "p_seen", "p_empty", "p_states"], "*u8"),
     "p_totals": "*i64",
     **dict.fromkeys(["p_grad", "p_g", "p_scaled", "p_centred", "p_dq", "p_dk", "p_dv"], "*fp16"),
     **dict.fromkeys(["p_grad_lse", "p_unit", "p_largest", "p_top", "p_log", "p_shift", "p_centre"], "*fp32"),
@@ -40,7 +40,7 @@ def make_case(kernel: Any, name: str, constexprs: Case, **fields: Any) -> Case:
     """Return a case. Strides of tokens, heads and batches are multiples of 16, as D is; a mask's last stride is 1."""
     names, mask = kernel.arg_names, constexprs.get("MASK", "none")
     constexprs = {name: off for name, off in OFF.items() if name in names} | constexprs
-    types = TYPES | ({"p_mask": "*fp16"} if mask == "float" else {})
+    types = TYPES | (dict.fromkeys(["p_mask", "p_copy"], "*fp16") if mask == "float" else {})
     if constexprs.get("DESCRIPTORS"):
         tile = f"tensordesc<fp16[1, 1, {constexprs['BLOCK_N']}, {constexprs['D']}]>"
         types |= dict.fromkeys(["p_k", "p_v", "p_shifted"], tile)

@@ -13,7 +13,9 @@ def _attention(name: str, sizes: Case, mask: str = "none", causal: bool = True, 
     flags |= {"ANCHOR_BLOCK": 128, "PART": 64, "OVERLAP": False, "LISTED": False, "LOOP": True, "DROPPED": 0}
     flags |= {"MASK": mask, "CAUSAL": causal, "VARLEN": False} | sizes
     fields = {key: over.pop(key) for key in ("options", "architectures", "stack") if key in over}
-    return make_case(attention_kernel, name, flags | over, **fields)
+    case = make_case(attention_kernel, name, flags | over, **fields)
+    strides = [name for name in ("stride_mask_b", "stride_mask_h", "stride_mask_m") if over.get("LISTED")]
+    return case | {"aligned": case["aligned"] + strides}
 
 
 def _on_ascend(dim: int, mask: str, causal: bool = True) -> Case:
@@ -99,21 +101,33 @@ NVIDIA_CASES = [
             mask,
             **flags,
             LISTED=True,
-            **on_arch(90, 4, stages, stack=2300),  # the exact pass needs 2256, as q.frame of every row is in registers
+            **on_arch(90, 4, stages, stack=stack),  # the exact pass has q.frame of every row in registers
         )
         for mask in ("bool", "float")
-        for flags, stages in ((FAST | ON_HOPPER, 2), (EXACT, 1))
+        for flags, stages, stack in ((FAST | ON_HOPPER, 2, 100), (EXACT, 1, 400))
+    ),
+    *(
+        _attention(
+            f"sm_90_d256_listed_{mask}",
+            sizes_of(256, 128, 64),
+            mask,
+            **FAST,
+            LISTED=True,
+            **on_arch(90, 8, 2, stack=100),
+        )
+        for mask in ("bool", "float")
     ),
     *(
         make_case(
             mask_tiles_kernel,
-            f"tiles_of_{mask}_mask" + "_window" * window,
+            f"tiles_of_{mask}_mask" + "_window" * window + "_copied" * copied,
             {"MASK": mask, "CAUSAL": window, "WINDOW": window, "BLOCK_M": 128, "BLOCK_N": 64, "TILES": tiles}
-            | {"LOADED": 32, "COUNTED": 16},
+            | {"LOADED": 32, "COUNTED": 16, "COPY": copied},
             options={"num_warps": 4},
             stack=0,
         )
         for mask, tiles, window in (("bool", 4, False), ("float", 2, False), ("bool", 4, True))
+        for copied in (False, True)
     ),
     *(
         make_case(

@@ -116,6 +116,9 @@ class Pass:
         call, keys, values, unused = self.call, self.keys, self.call.v, self.lse
         anchors = unused if self.anchors is None else self.anchors
         shifted, shared, norms, marked, part = self.centred or Centred(call.k, unused, unused, unused, self.block)
+        mask, strides = call.mask, call.mask_strides
+        if self.listed is not None:
+            mask, strides = self.listed.mask, self.listed.mask.stride()
         heads, dim, pad = call.q.shape[1], call.q.shape[-1], pad_dim(call.q.shape[-1])
         tiles, work, tables = work_of(call, tile.block_m, self.packing, self.lse)
         blocks = 0 if self.anchors is None else self.anchors.shape[2]
@@ -127,10 +130,10 @@ class Pass:
         launch(
             attention_kernel, (min(work, 2 * processors(call.q.device)) if loop else work, 1, 1),
             (call.q, keys, values, self.out, self.lse, anchors, shifted, shared, norms, marked,
-             self.lse if call.mask is None else call.mask, self.lse if call.sinks is None else call.sinks, self.top,
+             self.lse if mask is None else mask, self.lse if call.sinks is None else call.sinks, self.top,
              *((self.lse, self.lse) if self.listed is None else (self.listed.order, self.listed.counts)), *tables),
             (*strides_of(call.q), *strides_of(self.keys), *strides_of(call.v), *strides_of(self.out),
-             *strides_of(self.lse.unsqueeze(-1)), *call.mask_strides,
+             *strides_of(self.lse.unsqueeze(-1)), *strides,
              *((0, 0) if self.listed is None else self.listed.strides()),
              heads, call.group, tiles, work, call.rows, call.keys, blocks, norms.shape[-1], *call.limits, call.unit,
              call.ratio),

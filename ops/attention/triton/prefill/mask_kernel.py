@@ -15,10 +15,14 @@ def mask_tiles_kernel(
     p_mask,  # (B, H, Sq, Skv), bytes or floats
     p_states,  # (B, H, row tiles, key tiles) bytes: HIDDEN, TORN or WHOLE
     p_seen,  # (B, H, row tiles, Skv): 1 if some row of the tile sees the key
+    p_copy,  # as p_mask, if COPY: all is copied to it
     stride_mask_b,
     stride_mask_h,
     stride_mask_m,
     stride_mask_n,
+    stride_copy_b,
+    stride_copy_h,
+    stride_copy_m,
     heads,
     row_tiles,
     key_tiles,
@@ -35,6 +39,7 @@ def mask_tiles_kernel(
     TILES: tl.constexpr,  # key tiles of a program
     LOADED: tl.constexpr,  # rows that are loaded together; a divisor of BLOCK_M
     COUNTED: tl.constexpr,  # rows that are counted together; a divisor of LOADED
+    COPY: tl.constexpr,
 ):
     """Find the states of TILES key tiles for one tile of query rows of one mask."""
     o_work = tl.cast(tl.program_id(0) // chunks, tl.int64)
@@ -44,6 +49,7 @@ def mask_tiles_kernel(
     o_key = o_chunk * (TILES * BLOCK_N) + tl.arange(0, TILES * BLOCK_N)
     p_keys = p_mask + o_pair // heads * stride_mask_b + o_pair % heads * stride_mask_h
     p_keys += tl.cast(o_key, tl.int64) * stride_mask_n
+    p_copies = p_copy + o_pair // heads * stride_copy_b + o_pair % heads * stride_copy_h + o_key
     # Two counts in one number: how many rows see a key, and for how many the mask changes nothing.
     BOTH: tl.constexpr = 1 + (1 << 16)
     MASKED: tl.constexpr = 0 if MASK == "bool" else -INF  # an element that masks out, as all outside of the tile do
@@ -54,6 +60,9 @@ def mask_tiles_kernel(
             m_tile = (o_row < rows)[:, None] & (o_key < keys)[None, :]
             p_tile = p_keys[None, :] + (tl.cast(o_row, tl.int64) * stride_mask_m)[:, None]
             b_mask = tl.load(p_tile, mask=m_tile, other=MASKED)
+            if COPY:
+                p_tile = p_copies[None, :] + (tl.cast(o_row, tl.int64) * stride_copy_m)[:, None]
+                tl.store(p_tile, b_mask, mask=m_tile)
             m_seen = b_mask != MASKED
             if CAUSAL:
                 if WINDOW:

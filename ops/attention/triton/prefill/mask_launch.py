@@ -16,6 +16,9 @@ from pasa.ops.attention.triton.prefill.mask_kernel import mask_tiles_kernel, ord
 ROW_BYTES = 256
 LOADED, COUNTED = 32, 16  # rows
 ORDERED = 1024  # key tiles that are put in order together
+# Elements. Where a stride of a mask is not known to be a multiple, the addresses of a tile take so many registers that
+# the kernel of attention spills 400 others, and takes three times as long (sm_90, D = 192).
+ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,14 @@ class MaskTiles:
         The number of tiles of either kind.
     visible : Tensor (B, H x row tiles, Skv), UINT8
         1 for keys that some row of a tile sees, H being 1 or Hq.
+    mask : Tensor (B, Hq, Sq, Skv)
+        The mask, or an aligned copy.
     """
 
     order: Tensor
     counts: Tensor
     visible: Tensor
+    mask: Tensor
 
     @classmethod
     def of(cls, call: KernelCall, block_m: int, block_n: int) -> MaskTiles:
@@ -55,20 +61,23 @@ class MaskTiles:
         counts = torch.empty((*order.shape[:3], 2), dtype=torch.int32, device=mask.device)
         seen = torch.empty((*order.shape[:3], keys), dtype=torch.uint8, device=mask.device)
         states = torch.empty(order.shape, dtype=torch.uint8, device=mask.device)
+        copy = None if _is_aligned(mask) else _aligned_like(mask)
+        written = mask if copy is None else copy
         at_once, work = max(1, ROW_BYTES // mask.element_size() // block_n), counts[..., 0].numel()
         chunks = -(-tiles[1] // at_once)
         launch(
-            mask_tiles_kernel, (work * chunks, 1, 1), (mask, states, seen),
-            (*mask.stride(), mask.shape[1], *tiles, chunks, rows, keys, *call.limits),
+            mask_tiles_kernel, (work * chunks, 1, 1), (mask, states, seen, written),
+            (*mask.stride(), *written.stride()[:3], mask.shape[1], *tiles, chunks, rows, keys, *call.limits),
             {"MASK": call.mask_kind, "CAUSAL": call.banded, "WINDOW": call.has_window, "BLOCK_M": block_m,
              "BLOCK_N": block_n, "TILES": at_once, "LOADED": min(LOADED, block_m),
-             "COUNTED": min(COUNTED, block_m)}, num_warps=4,
+             "COUNTED": min(COUNTED, block_m), "COPY": copy is not None}, num_warps=4,
         )  # fmt: skip
         launch(
             order_tiles_kernel, (work, 1, 1), (states, order, counts), (tiles[1],),
             {"BLOCK": ORDERED, "PDL": early(mask.device)}, num_warps=4, **launched_early(mask.device),
         )  # fmt: skip
-        return cls(order, counts, seen.flatten(1, 2).expand(call.k.shape[0], -1, keys))
+        seen = seen.flatten(1, 2).expand(call.k.shape[0], -1, keys)
+        return cls(order, counts, seen, call.mask if copy is None else copy.expand_as(call.mask))
 
     def strides(self) -> tuple[int, int]:
         """Return the strides of batch and head, in row tiles; 0 where all share one mask."""
@@ -80,3 +89,15 @@ def _without_repeats(mask: Tensor) -> Tensor:
     """Return the mask without the batches and heads that repeat it."""
     batch, heads = (slice(None) if stride else slice(1) for stride in mask.stride()[:2])
     return mask[batch, heads]
+
+
+def _is_aligned(mask: Tensor) -> bool:
+    """Return whether the keys of a row lie side by side, and rows at multiples of `ALIGNED`."""
+    return mask.stride(3) == 1 and mask.data_ptr() % 16 == 0 and all(step % ALIGNED == 0 for step in mask.stride()[:3])
+
+
+def _aligned_like(mask: Tensor) -> Tensor:
+    """Return an uninitialised mask of this shape, aligned, whose rows are one if those of the mask are."""
+    batch, heads, rows, keys = mask.shape
+    memory = mask.new_empty(batch, heads, rows if mask.stride(2) else 1, -(-keys // ALIGNED) * ALIGNED)
+    return memory[..., :keys].expand(mask.shape)

@@ -11,7 +11,7 @@ import torch
 import pasa
 from pasa import PasaConfig
 from pasa.ops.attention.triton.kernel_call import KernelCall
-from pasa.ops.attention.triton.prefill.mask_launch import ORDERED, MaskTiles
+from pasa.ops.attention.triton.prefill.mask_launch import ALIGNED, ORDERED, MaskTiles
 from tests.inputs import (
     DEVICE,
     HOPPER,
@@ -209,6 +209,37 @@ def test_mask_tiles_of_a_mask_that_repeats(shared, dtype):
         assert torch.equal(*(each[len(each) - torn :] for each in lists))
     by_row = [each.visible.unflatten(1, (-1, 2)) for each in (one, other)]
     assert torch.equal(by_row[0].expand_as(by_row[1]), by_row[1])
+
+
+@pytest.mark.parametrize("kind", ["odd length", "odd start", "row of keys", "column of rows", "transposed", "aligned"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32])
+def test_a_mask_is_copied_where_its_rows_are_not_aligned(kind, dtype):
+    """Story: masked prompts of lengths other than multiples of 16 took three times as long, for addresses of the mask.
+
+    A mask of one row stays one row: written out, that of a long sequence would be large.
+    """
+    keys = 144 if kind in ("odd start", "aligned") else 150
+    q, k, v = on_device(*normal_qkv((2, 2), (50, keys), 16, batch=2))
+    shape = {"row of keys": (2, 1, 1, keys), "column of rows": (2, 1, 50, 1)}.get(kind, (2, 1, 50, keys))
+    keep = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask = keep.byte() if dtype == torch.bool else torch.zeros(shape, dtype=dtype).masked_fill(~keep, -torch.inf)
+    mask = mask.to(DEVICE)
+    if kind == "odd start":
+        mask = torch.cat([mask.flatten()[:1], mask.flatten()])[1:].view(shape)
+    if kind == "transposed":
+        mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    full = mask.expand(2, 2, 50, keys)
+    copy = MaskTiles.of(KernelCall(q, k, v, 1.0, mask=full), 32, 32).mask
+    assert torch.equal(copy, full)
+    assert (copy.data_ptr() == full.data_ptr()) == (kind == "aligned")
+    assert copy.stride(3) == 1
+    assert all(stride % ALIGNED == 0 for stride in (copy.data_ptr(), *copy.stride()[:3]))
+    assert copy.untyped_storage().nbytes() <= 2 * 50 * 160 * copy.element_size()
+    if kind == "row of keys":
+        assert copy.stride(2) == 0
+    golden, _ = pasa.golden_attention(q, k, v, attn_mask=mask.bool() if dtype == torch.bool else mask)
+    out = pasa.attention(q, k, v, attn_mask=mask.bool() if dtype == torch.bool else mask, backend="triton")
+    assert (out.double() - golden.to(DEVICE)).abs().max() < 4e-3
 
 
 @pytest.mark.parametrize("name", ["exact", "paper"])
