@@ -183,6 +183,13 @@ KERNELS = [
         FINITE + "test_forward",
     ),
     mutant(
+        "a key head looks at what rows of the first one see",
+        "ops/attention/triton/centre_kernel.py",
+        "stride_visible_b + o_pair % heads * stride_visible_h",
+        "stride_visible_b",
+        "tests/ops/attention/triton/test_centre.py::test_each_head_has_keys_that_its_own_rows_see",
+    ),
+    mutant(
         "a mask of odd length is not copied",
         "ops/attention/triton/prefill/mask_launch.py",
         "all(step % ALIGNED == 0",

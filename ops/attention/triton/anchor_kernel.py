@@ -64,11 +64,11 @@ def seen_keys(p_seen, o_n, groups, length, n):
     return b_seen > 0
 
 
-@triton.jit(do_not_specialize=["groups", "heads", "length", "blocks"])
+@triton.jit(do_not_specialize=["stride_visible_h", "groups", "heads", "length", "blocks"])
 def anchor_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
     p_v,
-    p_visible,  # (B, groups, S) bytes: 1 for keys that some query of a group sees
+    p_visible,  # (B, Hkv, groups, S) bytes: 1 for keys that some query of a group sees
     p_block,  # (blocks, 2): sequence and block within it, when VARLEN
     p_cu,  # (sequences + 1,) when VARLEN
     p_anchor,  # (B, Hkv, blocks, D) FP16
@@ -80,7 +80,8 @@ def anchor_kernel(
     stride_vb,
     stride_vh,
     stride_vn,
-    stride_visible,
+    stride_visible_b,
+    stride_visible_h,
     groups,
     heads,
     length,
@@ -137,7 +138,8 @@ def anchor_kernel(
         bad = bad | (m_key & ((tl.sum(b_v * b_v, 1) < INF) == 0))
     # Keys that no query sees, and keys that are not finite, enter no mean.
     if HAS_VISIBLE:
-        seen = seen_keys(p_visible + batch * stride_visible + first, tl.arange(0, BLOCK), groups, length, n)
+        p_visible += batch * stride_visible_b + tl.cast(o_head, tl.int64) * stride_visible_h
+        seen = seen_keys(p_visible + first, tl.arange(0, BLOCK), groups, length, n)
         hidden = hidden | (tl.max(tl.where(tl.arange(0, BLOCK) == 0, seen, False).to(tl.int32), 0) == 0)
         bad = bad & seen
         m_key = m_key & seen

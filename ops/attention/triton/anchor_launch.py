@@ -87,9 +87,9 @@ def find_anchors(
         The last stride is 1.
     block : int
         A power of two.
-    visible : Tensor (B, groups, S), UINT8, optional
+    visible : Tensor (B, Hkv, groups, S), UINT8, optional
         1 for keys that some query of a group sees; keys that nobody sees are ignored. The last two strides are those
-        of a contiguous tensor.
+        of a contiguous tensor. Where all heads see the same keys, that of the heads may be 0.
     packing : Packing, optional
         Required for packed keys.
     check_values : bool
@@ -103,13 +103,13 @@ def find_anchors(
         k.new_empty((batch, heads, blocks, k.shape[-1])),
         torch.empty(1, dtype=torch.int32, device=k.device) if marked is None else marked,
     )
-    seen, seen_stride, groups = (k, 0, 1) if visible is None else (visible, visible.stride(0), visible.shape[1])
+    seen, seen_strides, groups = _seen(k, visible)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (key_blocks.marked, key_blocks.marked)
     pad = pad_dim(k.shape[-1])
     launch(
         anchor_kernel, (batch * blocks * heads, 1, 1),
         (k, v, seen, table, cu, key_blocks.anchors, key_blocks.norms, key_blocks.marked),
-        (*strides_of(k), *strides_of(v), seen_stride, groups, heads, length, blocks),
+        (*strides_of(k), *strides_of(v), *seen_strides, groups, heads, length, blocks),
         {"D": k.shape[-1], "D_PAD": pad, "WIDTH": min(pad, SLICE), "BLOCK": block, "HAS_VISIBLE": visible is not None,
          "CHECK_VALUES": check_values, "VARLEN": packing is not None, "MARKED": marked is not None, "EARLY": False,
          "STEP": step_of(k, v)},
@@ -134,12 +134,12 @@ def centre_keys(k: Tensor, block: int, *, visible: Tensor | None = None, packing
         torch.empty(1, dtype=torch.int32, device=k.device),
         part,
     )
-    seen, seen_stride, groups = (k, 0, 1) if visible is None else (visible, visible.stride(0), visible.shape[1])
+    seen, seen_strides, groups = _seen(k, visible)
     table, cu = (packing.table, packing.cu_seqlens) if packing else (centred.marked, centred.marked)
     launch(
         centre_kernel, (batch * heads * parts, 1, 1),
         (k, seen, table, cu, *centred[:4]),
-        (*strides_of(k), seen_stride, groups, heads, length, parts),
+        (*strides_of(k), *seen_strides, groups, heads, length, parts),
         {"D": dim, "D_PAD": pad, "BLOCK": part, "PARTS": block // part, "HAS_VISIBLE": visible is not None,
          "VARLEN": packing is not None, "EARLY": False, "STEP": step_of(k)},
         num_warps=max(1, part * pad // PART_OF_WARP),
@@ -217,6 +217,11 @@ def _shift(
         num_warps=4 if block * width <= 8192 else 8,
     )  # fmt: skip
     return shifted
+
+
+def _seen(k: Tensor, visible: Tensor | None) -> tuple[Tensor, tuple[int, ...], int]:
+    """Return the keys that are seen, or any tensor; strides of batch and head; and groups of queries of a head."""
+    return (k, (0, 0), 1) if visible is None else (visible, visible.stride()[:2], visible.shape[2])
 
 
 def _extent(k: Tensor, block: int, packing: Packing | None) -> tuple[int, int, int, int]:

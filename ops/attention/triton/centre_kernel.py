@@ -18,10 +18,10 @@ SAMPLE: tl.constexpr = tl.constexpr(32)  # keys from which the anchors are chose
 SPREAD: tl.constexpr = tl.constexpr(1.5)  # of the sample; other keys may lie three times as far apart
 
 
-@triton.jit(do_not_specialize=["groups", "heads", "length", "parts"])
+@triton.jit(do_not_specialize=["stride_visible_h", "groups", "heads", "length", "parts"])
 def centre_kernel(
     p_k,  # (B, Hkv, S, D), or packed (T, Hkv, D)
-    p_visible,  # (B, groups, S) bytes, if HAS_VISIBLE: 1 for keys that some query of a group sees
+    p_visible,  # (B, Hkv, groups, S) bytes, if HAS_VISIBLE: 1 for keys that some query of a group sees
     p_block,  # (blocks, 2): sequence and block within it, if VARLEN
     p_cu,  # (sequences + 1,), if VARLEN
     p_shifted,  # shape of the keys, FP16, contiguous: K' of heads that share something
@@ -31,7 +31,8 @@ def centre_kernel(
     stride_kb,
     stride_kh,
     stride_kn,
-    stride_visible,
+    stride_visible_b,
+    stride_visible_h,
     groups,
     heads,
     length,  # keys of a head, or packed tokens
@@ -77,7 +78,7 @@ def centre_kernel(
         b_k = tl.load(p_tile) if D == D_PAD else tl.load(p_tile, mask=m_d, other=0.0)
         b_sample = tl.load(p_sample) if D == D_PAD else tl.load(p_sample, mask=m_d, other=0.0)
     if HAS_VISIBLE:
-        p_visible += o_pair // heads * stride_visible
+        p_visible += o_pair // heads * stride_visible_b + o_pair % heads * stride_visible_h
         m_key = seen_keys(p_visible, o_n, groups, length, keys)
         m_sample = seen_keys(p_visible, o_sample, groups, length, keys)[:, None]
     tl.debug_barrier()  # all are on their way before one is waited for

@@ -115,11 +115,11 @@ class Plan:
         flags = is_causal, ragged
         # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
         self.centre = pairs * parts, (
-            *strides[1][:3], 0, 1, heads_kv, keys, parts, dim, pad, part, 1, False, False, True, STEP,
+            *strides[1][:3], 0, 0, 1, heads_kv, keys, parts, dim, pad, part, 1, False, False, True, STEP,
         )  # fmt: skip
         self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
-            *strides[1][:3], *strides[2][:3], 0, 1, heads_kv, keys, blocks,
+            *strides[1][:3], *strides[2][:3], 0, 0, 1, heads_kv, keys, blocks,
             dim, pad, SLICE, KEY_BOX, False, is_causal, False, True, True, STEP,
         )  # fmt: skip
         self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)

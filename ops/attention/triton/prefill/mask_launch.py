@@ -32,8 +32,8 @@ class MaskTiles:
         back.
     counts : Tensor (B or 1, Hq or 1, row tiles, 2), INT32
         The number of tiles of either kind.
-    visible : Tensor (B, H x row tiles, Skv), UINT8
-        1 for keys that some row of a tile sees, H being 1 or Hq.
+    visible : Tensor (B, Hkv, group x row tiles, Skv), UINT8
+        1 for keys that some row of a tile sees, of the query heads of a group that differ.
     mask : Tensor (B, Hq, Sq, Skv)
         The mask, or an aligned copy.
     """
@@ -76,7 +76,9 @@ class MaskTiles:
             order_tiles_kernel, (work, 1, 1), (states, order, counts), (tiles[1],),
             {"BLOCK": ORDERED, "PDL": early(mask.device)}, num_warps=4, **launched_early(mask.device),
         )  # fmt: skip
-        seen = seen.flatten(1, 2).expand(call.k.shape[0], -1, keys)
+        batch, heads, _, _ = call.k.shape
+        own = heads if mask.shape[1] > 1 else 1  # key heads whose query heads have masks of their own
+        seen = seen.view(len(seen), own, -1, keys).expand(batch, heads, -1, keys)
         return cls(order, counts, seen, call.mask if copy is None else copy.expand_as(call.mask))
 
     def strides(self) -> tuple[int, int]:

@@ -34,7 +34,7 @@ def test_a_key_counts_that_any_group_of_queries_sees():
     seen[0, :, :64] = False
     seen[..., ::3] = False
     anyone = seen.any(1).to(DEVICE)
-    found = find_anchors(k, k, 64, visible=seen.to(DEVICE, torch.uint8))
+    found = find_anchors(k, k, 64, visible=seen.to(DEVICE, torch.uint8)[:, None].expand(2, 3, 37, 150))
     _, expected = shift_exact(k, 64, visible=anyone)
     assert not found.anchors[0, :, 0].any()
     assert torch.equal(found.anchors[0, :, 1:], expected[0, :, 1:])

@@ -117,12 +117,29 @@ def test_keys_that_no_row_sees_do_not_count():
     seen[1, 0, :150] = 0
     hidden = ~seen.bool().any(1)[:, None, :, None]
     for garbage in (0.0, torch.nan, torch.inf, -60000.0):
-        shifted, anchors, norms = run(k.masked_fill(hidden, garbage), visible=seen.to(DEVICE))
+        shifted, anchors, norms = run(
+            k.masked_fill(hidden, garbage), visible=seen.to(DEVICE)[:, None].expand(BATCH, HEADS, 5, 300)
+        )
         restored = shifted.double() + anchors.double().unsqueeze(2)
         assert torch.equal(restored.masked_fill(hidden, 0.0), k.double().masked_fill(hidden, 0.0))
         assert shifted.isfinite().all()
         assert ((norms[:, :, 0] - lengths(k.masked_fill(hidden, 0.0))).abs() <= MARGIN * norms[:, :, 0]).all()
         assert (norms[:, :, 1] < 0.5 * norms[:, :, 0]).all()
+
+
+def test_each_head_has_keys_that_its_own_rows_see():
+    """Masks may differ by head: a key that rows of another head see changes no anchor and no norm."""
+    k = keys(300, 64, bias=20.0)
+    seen = torch.ones(BATCH, HEADS, 5, 300, dtype=torch.uint8)
+    seen[:, 1, :, 200:] = 0
+    k[:, 1, 200:] = torch.nan
+    _, _, norms = run(k, visible=seen.to(DEVICE))
+    assert norms.isfinite().all()
+    _, _, norms = run(k, visible=seen.flip(1).contiguous().to(DEVICE))
+    assert norms.isfinite().all()
+    _, _, norms = run(k, visible=seen.roll(1, 1).contiguous().to(DEVICE))
+    assert norms[:, 1].isposinf().all()
+    assert norms[:, [0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("dim", [64, 160])
