@@ -178,7 +178,8 @@ def attend_program(
     o_d = tl.arange(0, D_PAD)
     step = splits * BLOCK
     begin = tl.where(o_split < splits, o_split * BLOCK, keys)
-    b_sample = load_sample(p_keys, spread(0, keys), keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
+    o_sample = spread(0, keys)
+    b_sample = load_sample(p_keys, o_sample, keys, stride_kn, p_table, stride_kp, D, D_PAD, PAGE)
     b_q, _, o_query, longest = load_queries(
         p_q, batch, kv_head, 0, group, rows, stride_qb, stride_qh, stride_qm, scale, D, D_PAD, BLOCK_M
     )
@@ -191,7 +192,7 @@ def attend_program(
     if are_long(b_sample, longest):
         b_left = b_sample.to(tl.float32)
         if ANCHORED:
-            anchor = anchor_of_samples(b_left, tl.arange(0, SAMPLES) < keys)
+            anchor = anchor_of_samples(b_left, o_sample < keys)
             framed = tl.max(tl.where(anchor != 0.0, 1, 0), 0)
             o_frame = o_lane[:, None] * D + o_d[None, :]
             b_frame = tl.broadcast_to(anchor[None, :], (LANES, D_PAD)).to(tl.float16)

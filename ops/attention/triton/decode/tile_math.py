@@ -51,7 +51,10 @@ def offsets_of(o_n, m_n, stride_n, p_table, stride_page, PAGE: tl.constexpr):
 @triton.jit
 def spread(begin, end):
     """Return the numbers (SAMPLES,) of keys that are spread from `begin` to `end`; equal ones where keys are few."""
-    return begin + (tl.arange(0, SAMPLES) * (end - begin) + (end - begin) // 2) // SAMPLES
+    keys = end - begin
+    o_sample = tl.arange(0, SAMPLES)
+    # (o_sample * keys + keys // 2) // SAMPLES, without a product of all keys, which may pass 2^31
+    return begin + o_sample * (keys // SAMPLES) + (o_sample * (keys % SAMPLES) + keys // 2) // SAMPLES
 
 
 @triton.jit

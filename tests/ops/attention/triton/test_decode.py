@@ -5,12 +5,15 @@ README.md, "Decoding", has the bound. Here are inputs built against each line of
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import pasa
 from pasa import PasaConfig
 from pasa.ops import plans
 from pasa.ops.attention.triton.decode import launch as decode_launch
 from pasa.ops.attention.triton.decode import paged_launch
+from pasa.ops.attention.triton.decode.tile_math import spread
 from tests.inputs import DEVICE, max_error, rmse
 from tests.pages import make_pages
 
@@ -367,6 +370,21 @@ def test_padding_is_no_sample(hidden, passes):
     k[:, :, :hidden] = 3.0
     check(q, k, v, {}, hidden)
     assert passes.redone == 0
+
+
+@triton.jit(do_not_specialize=["begin", "end"])
+def spread_kernel(p_out, begin, end):
+    tl.store(p_out + tl.arange(0, 16), spread(begin, end))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (3, 18), (0, 16), (0, 700), (0, 140_000_000), (10**9, 2**31 - 1)])
+def test_a_sample_is_spread_over_any_number_of_keys(begin, end):
+    """Story: 16 times 140 million keys passed 2^31, and a sample lay before the first key."""
+    out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    spread_kernel[(1,)](out, begin, end)
+    keys = end - begin
+    assert out.tolist() == [begin + (i * keys + keys // 2) // 16 for i in range(16)]
+    assert begin <= min(out.tolist()) <= max(out.tolist()) < end
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
