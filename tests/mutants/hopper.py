@@ -64,8 +64,8 @@ HOPPER = [
     mutant(
         "a row sees one key too many",
         TILES,
-        "        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))",
-        "        b_s = gl.where(b_key[None, :] <= limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))",
+        "b_key[None, :] < limit(job, row, KEYS, CAUSAL)[:, None]",
+        "b_key[None, :] <= limit(job, row, KEYS, CAUSAL)[:, None]",
         LONG,
     ),
     mutant(

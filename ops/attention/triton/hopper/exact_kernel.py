@@ -1,9 +1,10 @@
 """The exact pass on Hopper (sm_90), in Gluon: it computes the tiles again that plain_kernel.py marked.
 
-A producer partition feeds three consumer warpgroups by TMA, each with 64 query rows and 160 registers a thread. QK,
-softmax and PV of a warpgroup follow one another, with running maxima. If norms were too large, the producer computes
-K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its reference. f_j is the frame of the row's
-scores (`next_frame`), so a bias that all keys share is never rounded. The log-sum-exp adds q.f at the end.
+A producer partition feeds three consumer warpgroups by TMA, each with 64 query rows and 160 registers a thread, or two
+with 240 registers above D = 128. QK, softmax and PV of a warpgroup follow one another, with running maxima. If norms
+were too large, the producer computes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its
+reference. f_j is the frame of the row's scores (`next_frame`), so a bias that all keys share is never rounded. The log-
+sum-exp adds q.f at the end.
 """
 
 import triton.experimental.gluon as gluon
@@ -19,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from pasa.ops.attention.triton.hopper.tile_math import (
     BARRIER,
     INF,
-    KEYS,
     LN2,
     ONE,
     ROWS,
@@ -48,8 +48,6 @@ from pasa.ops.attention.triton.hopper.tile_math import (
 from pasa.ops.attention.triton.rounding_kernel import round_rows
 from pasa.ops.attention.triton.tile_math import next_frame
 
-WARPGROUPS = gl.constexpr(3)
-
 
 @gluon.jit
 def _load(sm, tile, desc, tiles, j, n, STAGES: gl.constexpr, WHICH: gl.constexpr):
@@ -58,26 +56,28 @@ def _load(sm, tile, desc, tiles, j, n, STAGES: gl.constexpr, WHICH: gl.constexpr
     arrived = sm.full.index(4 * stage + WHICH)
     mbarrier.wait(sm.empty.index(2 * stage + WHICH), ((n // STAGES) & 1) ^ 1)  # a fresh barrier counts as released
     mbarrier.expect(arrived, desc.block_type.nbytes)
-    load_tile(desc, [tile.batch, tile.head_kv, j * KEYS, 0], arrived, tiles.index(stage))
+    load_tile(desc, [tile.batch, tile.head_kv, j * sm.k.shape[3], 0], arrived, tiles.index(stage))
 
 
 @gluon.jit
-def _load_queries(sm, tile, desc):
+def _load_queries(sm, tile, desc, WARPGROUPS: gl.constexpr):
     for i in gl.static_range(WARPGROUPS):
         mbarrier.expect(sm.q_full.index(i), desc.block_type.nbytes)
         load_tile(desc, [tile.batch, tile.head, tile.row + i * ROWS, 0], sm.q_full.index(i), sm.q.index(i))
 
 
 @gluon.jit
-def _producer(sm, job, q_desc, k_desc, v_desc, STAGES: gl.constexpr, CAUSAL: gl.constexpr, DIM: gl.constexpr):
+def _producer(sm, job, q_desc, k_desc, v_desc, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+              DIM: gl.constexpr):  # fmt: skip
     """Load Q, K' and V without NaN or infinity for all marked tiles."""
     D: gl.constexpr = sm.k.shape[4]
-    PART: gl.constexpr = 16 if D == 128 else 32  # rows of a tile that fit into 32 registers a thread
+    KEYS: gl.constexpr = sm.k.shape[3]
+    PART: gl.constexpr = 2048 // D  # rows of a tile that fit into 32 registers a thread
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
     n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     for i in range(gl.program_id(0), job.work, gl.num_programs(0)):
-        tile = locate(job, i, WARPGROUPS, CAUSAL)
+        tile = locate(job, i, WARPGROUPS, KEYS, CAUSAL)
         marked = False
         for w in gl.static_range(WARPGROUPS):  # tiles of the first launch may have had another height
             row = tile.row + w * ROWS
@@ -85,21 +85,21 @@ def _producer(sm, job, q_desc, k_desc, v_desc, STAGES: gl.constexpr, CAUSAL: gl.
             marked = marked | (lse == INF)
         if marked:
             mbarrier.wait(sm.done.index(0), (turn & 1) ^ 1)
-            _load_queries(sm, tile, q_desc)
-            p_norm = pre_pass(job, tile, job.p_norms, 1)
+            _load_queries(sm, tile, q_desc, WARPGROUPS)
+            p_norm = pre_pass(job, tile, job.p_norms, KEYS, 1)
             longest, _ = longest_of_each(p_norm, p_norm, (job.keys + KEYS - 1) // KEYS)
             treated = is_bounded(sm, job, longest, turn, WARPGROUPS) == 0
             sm.work.store(gl.full([1], 0, gl.int32, ONE) + 2 * i + treated.to(gl.int32))
             sm.first_bad.store(gl.full([D], UNSEEN, gl.int32, COLUMN))
             mbarrier.arrive(sm.begin.index(0), count=1)
             # global memory is read one block ahead
-            b_anchor = anchor(job, tile, 0, treated, D, DIM)
+            b_anchor = anchor(job, tile, 0, treated, KEYS, D, DIM)
             b_frame = b_anchor
-            norm = gl.load(pre_pass(job, tile, job.p_norms, 1))
+            norm = gl.load(pre_pass(job, tile, job.p_norms, KEYS, 1))
             for j in range(tile.blocks):
                 ahead = gl.minimum(j + 1, tile.blocks - 1)
-                b_next = anchor(job, tile, ahead, treated, D, DIM)
-                next_norm = gl.load(pre_pass(job, tile, job.p_norms, 1) + ahead)
+                b_next = anchor(job, tile, ahead, treated, KEYS, D, DIM)
+                next_norm = gl.load(pre_pass(job, tile, job.p_norms, KEYS, 1) + ahead)
                 _load(sm, tile, k_desc, sm.k, j, n + j, STAGES, 0)
                 _load(sm, tile, v_desc, sm.v, j, n + j, STAGES, 1)
                 b_frame = next_frame(b_frame.to(gl.float32), b_anchor.to(gl.float32)).to(gl.float16)
@@ -127,7 +127,7 @@ def _offset(sm, q_s, stage):
 @gluon.jit
 def _add_values(sm, b_p, b_o, stage):
     """Start O (64, D) += P V, without waiting for it."""
-    return warpgroup_mma(b_p, sm.v.index(stage).reshape([KEYS, sm.v.shape[4]]), b_o, is_async=True)
+    return warpgroup_mma(b_p, sm.v.index(stage).reshape([sm.v.shape[3], sm.v.shape[4]]), b_o, is_async=True)
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def _attend(sm, job, q_s, row, full, stop, n, STAGES: gl.constexpr, CAUSAL: gl.c
     """Return O (64, D), not yet normalised, maximum, sum and q.f of a warpgroup's rows. n: number of earlier blocks."""
     D: gl.constexpr = sm.k.shape[4]
     b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-    b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, CAUSAL).type.layout)
+    b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, sm.k.shape[3], CAUSAL).type.layout)
     b_sum = gl.full([ROWS], 0.0, gl.float32, b_max.type.layout)
     b_framed = b_sum  # q.f of the last block with a key that a row saw
     stage = n % STAGES
@@ -183,7 +183,7 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treate
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
     b_column = gl.arange(0, D, layout=COLUMN)
     q_s = sm.q.index(INDEX).reshape([ROWS, D])
-    b_limit = limit(job, row, CAUSAL)
+    b_limit = limit(job, row, sm.k.shape[3], CAUSAL)
     b_nan = b_o - b_o  # 0, or NaN if O is not finite
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
     b_o = gl.fma(b_o, gl.convert_layout(b_inverse, O_ROW)[:, None], b_nan)
@@ -208,8 +208,9 @@ def _store(sm, job, tile, o_desc, b_o, b_max, b_sum, b_framed, row, turn, treate
 def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
              RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 query rows of a tile. n: number of earlier blocks, in `turn` tiles."""
+    KEYS: gl.constexpr = sm.k.shape[3]
     row = tile.row + INDEX * ROWS
-    stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
+    stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, KEYS, CAUSAL)
     full = job.keys // KEYS  # blocks that all rows see
     if CAUSAL:
         full = gl.maximum(row + 1 + job.keys - job.rows, 0) // KEYS
@@ -227,14 +228,14 @@ def _consume(sm, job, tile, o_desc, n, turn, treated, INDEX: gl.constexpr, STAGE
 
 
 @gluon.jit
-def _consumer(sm, job, o_desc, INDEX: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-              RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
+def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 rows of all tiles that the producer names."""
     n = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     work = _message(sm, turn)
     while work >= 0:
-        tile = locate(job, work // 2, WARPGROUPS, CAUSAL)
+        tile = locate(job, work // 2, WARPGROUPS, sm.k.shape[3], CAUSAL)
         _consume(sm, job, tile, o_desc, n, turn, work % 2 == 1, INDEX, STAGES, CAUSAL, RAGGED, DROPPED, DIM)
         mbarrier.arrive(sm.done.index(0), count=1)
         n += tile.blocks
@@ -246,12 +247,13 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, STAGES: gl.constexpr, CAUSAL
 def exact_kernel(
     q_desc, k_desc, v_desc, o_desc, p_norms, p_anchors, p_marked, p_lse,
     heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
     DROPPED: gl.constexpr,  # how outputs are rounded: rounding_kernel.py
     DIM: gl.constexpr,  # head dimension: plain_kernel.py
 ):  # fmt: skip
-    """Compute all marked tiles, of 192 query rows each."""
+    """Compute all marked tiles, of 64 * WARPGROUPS query rows each."""
     D: gl.constexpr = q_desc.block_shape[3]
+    KEYS: gl.constexpr = k_desc.block_shape[2]
     gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, is_pure=False, pack=1)
     if gl.load(p_marked) == 0:  # mostly; so this test comes before any set-up
         return
@@ -281,13 +283,24 @@ def exact_kernel(
     mbarrier.init(done.index(0), count=WARPGROUPS)
     fence_async_shared()
     sm = Shared(q, k, v, offset, first_bad, work_s, q_full, full, empty, begin, end, done)
-    gl.warp_specialize(
-        [
-            (_consumer, (sm, job, o_desc, 0, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
-            (_consumer, (sm, job, o_desc, 1, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
-            (_consumer, (sm, job, o_desc, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
-            (_producer, (sm, job, q_desc, k_desc, v_desc, STAGES, CAUSAL, DIM)),
-        ],
-        [4, 4, 4],  # warps of the partitions behind the first
-        [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well
-    )
+    if WARPGROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (sm, job, o_desc, 0, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 1, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 2, 3, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 3, STAGES, CAUSAL, DIM)),
+            ],
+            [4, 4, 4],  # warps of the partitions behind the first
+            [160, 160, 32],  # and registers a thread; the first gets the rest, 160 as well
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (sm, job, o_desc, 0, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_consumer, (sm, job, o_desc, 1, 2, STAGES, CAUSAL, RAGGED, DROPPED, DIM)),
+                (_producer, (sm, job, q_desc, k_desc, v_desc, 2, STAGES, CAUSAL, DIM)),
+            ],
+            [4, 4],
+            [232, 40],
+        )

@@ -23,7 +23,7 @@ from pasa.ops.attention.triton.anchor_launch import anchor_warps
 from pasa.ops.attention.triton.c_launcher import Ready, fill_map, is_hooked, map_kinds
 from pasa.ops.attention.triton.centre_kernel import TILE as CENTRE_TILE
 from pasa.ops.attention.triton.centre_kernel import centre_kernel
-from pasa.ops.attention.triton.hopper.exact_kernel import WARPGROUPS, exact_kernel
+from pasa.ops.attention.triton.hopper.exact_kernel import exact_kernel
 from pasa.ops.attention.triton.hopper.plain_kernel import plain_kernel
 from pasa.ops.attention.triton.kernel_call import STEP, KernelCall, output_dtype
 from pasa.ops.attention.triton.launcher import ready_for
@@ -31,11 +31,13 @@ from pasa.ops.attention.triton.tile_math import SLICE
 from pasa.ops.attention.triton.tiles import hopper_pad, processors
 from pasa.ops.memory import MOST_BYTES, kept_memory, may_keep
 
-QUERY_BOX, KEY_BOX = 64, 128  # query rows of a warpgroup, keys of a block
+QUERY_BOX = 64  # query rows of a warpgroup
+KEY_BOX = {64: 128, 128: 128, 256: 64}  # by padded head dimension: keys of a block
 CENTRE_WARPS = 2
 STAGES = {
     64: 3,
     128: 2,
+    256: 2,
 }  # by padded head dimension: copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB L2 cache of an H100 or H200
 LOG2E = 1.4426950408889634
@@ -51,11 +53,12 @@ BOUND = 4096  # the most sets of addresses, of all geometries together, for whic
 
 
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
-    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 32 to 128.
+    """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 32 to 256.
 
-    Four launches: the first subtracts from the keys what those of a head share, then comes plain
-    attention with FP32 softmax. The last two, anchors of key blocks and an exact pass over marked tiles, return
-    at once where no tile was marked. Rows that are not contiguous and aligned to 16 bytes are copied.
+    Calls come here up to D = 128 (`backend.hopper_serves`). Four launches: the first subtracts from the keys what
+    those of a head share, then comes plain attention with FP32 softmax. The last two, anchors of key blocks and an
+    exact pass over marked tiles, return at once where no tile was marked. Rows that are not contiguous and aligned to
+    16 bytes are copied.
 
     Returns
     -------
@@ -96,8 +99,9 @@ class Plan:
         batch, heads, rows, dim = q_shape
         heads_kv, keys = k_shape[1:3]
         pad = hopper_pad(dim)
-        pairs, blocks, part = batch * heads_kv, -(-keys // KEY_BOX), CENTRE_TILE.value // pad
-        parts, ragged = -(-keys // part), is_causal or keys % KEY_BOX != 0
+        self.box = box = KEY_BOX[pad]
+        pairs, blocks, part = batch * heads_kv, -(-keys // box), CENTRE_TILE.value // pad
+        parts, ragged = -(-keys // part), is_causal or keys % box != 0
         section = min(batch * heads, max(1, L2_BYTES // (4 * keys * dim)) * (heads // heads_kv))
         self.device, self.lse_shape, self.dtype = device, (batch, heads, rows), output_dtype(dropped)
         self.shapes = {"q": q_shape, "k": k_shape, "shifted": k_shape, "v": k_shape, "o": q_shape}
@@ -111,7 +115,8 @@ class Plan:
 
         # The height of a tile decides which rows are marked together, so an invariant call takes that of one entry.
         consumers = warpgroups(heads if invariant else batch * heads, rows, pad, is_causal, device)
-        plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * WARPGROUPS.value)
+        again = 2 if pad == 256 else 3  # warpgroups of the exact pass
+        plain, exact = sizes(QUERY_BOX * consumers), sizes(QUERY_BOX * again)
         flags = is_causal, ragged
         # Of each launch its programs, and its integers with the compile-time arguments, or the two apart.
         self.centre = pairs * parts, (
@@ -120,9 +125,9 @@ class Plan:
         self.plain = plain[-1], plain, (*flags, consumers, STAGES[pad], dropped, dim)
         self.anchor = pairs * blocks, (
             *strides[1][:3], *strides[2][:3], 0, 0, 1, heads_kv, keys, blocks,
-            dim, pad, SLICE, KEY_BOX, False, is_causal, False, True, True, STEP,
+            dim, pad, SLICE, box, False, is_causal, False, True, True, STEP,
         )  # fmt: skip
-        self.exact = min(exact[-1], processors(device)), exact, (*flags, STAGES[pad], dropped, dim)
+        self.exact = min(exact[-1], processors(device)), exact, (*flags, again, STAGES[pad], dropped, dim)
         # One buffer holds what the passes over the keys find.
         held = (
             (1, torch.int32), (2 * pairs * parts, torch.float32), (pairs * blocks, torch.float32),
@@ -136,7 +141,7 @@ class Plan:
         self.kernels = (
             (centre_kernel, {"num_warps": CENTRE_WARPS}),
             (plain_kernel, {"num_warps": 4, **early}),
-            (anchor_kernel, {"num_warps": anchor_warps(KEY_BOX, pad), **early}),
+            (anchor_kernel, {"num_warps": anchor_warps(box, pad), **early}),
             (exact_kernel, {"num_warps": 4, **early}),
         )
         self.launchers: tuple[Ready, ...] = ()
@@ -221,7 +226,7 @@ class Plan:
     def _descriptors(self, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Return tensor maps of q, k, K', v and the output, as Triton takes them."""
         pad = hopper_pad(self.shapes["q"][3])  # TMA fills what is beyond the head dimension with zeros
-        boxes = {name: [1, 1, QUERY_BOX if name in "qo" else KEY_BOX, pad] for name in self.shapes}
+        boxes = {name: [1, 1, QUERY_BOX if name in "qo" else self.box, pad] for name in self.shapes}
         return [
             (TensorDescriptor(x, list(shape), self.strides[name], boxes[name], SWIZZLE),)
             for (name, shape), x in zip(self.shapes.items(), tensors, strict=True)
@@ -275,8 +280,11 @@ def plan_for(
 def warpgroups(heads: int, rows: int, pad: int, is_causal: bool, device: torch.device) -> int:
     """Return three consumer warpgroups or two, whichever needs less time for all waves of tiles.
 
-    Two are considered only for calls where they were measured to be faster.
+    Two are considered only for calls where they were measured to be faster, and where registers do not suffice for
+    three.
     """
+    if pad == 256:
+        return 2
     if pad != 128 or is_causal:
         return 3
     waves = {n: -(-heads * -(-rows // (QUERY_BOX * n)) // processors(device)) for n in (2, 3)}

@@ -25,7 +25,6 @@ from pasa.ops.attention.triton.centre_kernel import TILE
 from pasa.ops.attention.triton.hopper.tile_math import (
     BARRIER,
     INF,
-    KEYS,
     LAUNCH_NEXT,
     LN2,
     ONE,
@@ -67,8 +66,8 @@ class PlainShared:
     """Hold shared memory: tiles (stage or warpgroup first) and their barriers."""
 
     q: gl.shared_memory_descriptor  # (WARPGROUPS, 1, 1, 64, D)
-    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
-    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, KEYS, D)
+    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, KEYS, D)
     notes: gl.shared_memory_descriptor  # (2, 1): the producer's messages, see `_producer`
     noted: gl.shared_memory_descriptor  # (2, 1): each message is there
     q_full: gl.shared_memory_descriptor  # (WARPGROUPS, 1)
@@ -115,7 +114,7 @@ def _load(sm, tile, desc, tiles, j, n, STAGES: gl.constexpr, WHICH: gl.constexpr
     arrived = sm.full.index(2 * stage + WHICH)
     mbarrier.wait(sm.empty.index(2 * stage + WHICH), ((n // STAGES) & 1) ^ 1)  # a fresh barrier counts as released
     mbarrier.expect(arrived, desc.block_type.nbytes)
-    load_tile(desc, [tile.batch, tile.head_kv, j * KEYS, 0], arrived, tiles.index(stage))
+    load_tile(desc, [tile.batch, tile.head_kv, j * sm.k.shape[3], 0], arrived, tiles.index(stage))
 
 
 @gluon.jit
@@ -160,7 +159,7 @@ def _producer(sm, job, q_desc, k_desc, shifted_desc, v_desc, WARPGROUPS: gl.cons
     Message 0 is 1 if there is a K', plus 2 if the tile is marked for certain. Message 1 is 1 if the tile is marked. It
     comes after all blocks are on their way, so that no block waits for it.
     """
-    tile = locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
+    tile = locate(job, gl.program_id(0), WARPGROUPS, sm.k.shape[3], CAUSAL)
     for w in gl.static_range(WARPGROUPS):
         mbarrier.expect(sm.q_full.index(w), q_desc.block_type.nbytes)
         load_tile(q_desc, [tile.batch, tile.head, tile.row + w * ROWS, 0], sm.q_full.index(w), sm.q.index(w))
@@ -182,7 +181,7 @@ def _producer(sm, job, q_desc, k_desc, shifted_desc, v_desc, WARPGROUPS: gl.cons
 @gluon.jit
 def _add_values(sm, b_p, b_o, stage):
     """Start O (64, D) += P V, without waiting for it."""
-    return warpgroup_mma(b_p, sm.v.index(stage).reshape([KEYS, sm.v.shape[4]]), b_o, is_async=True)
+    return warpgroup_mma(b_p, sm.v.index(stage).reshape([sm.v.shape[3], sm.v.shape[4]]), b_o, is_async=True)
 
 
 @gluon.jit
@@ -207,14 +206,15 @@ def _in_turn(sm, job, q_s, b_o, b_max, b_sum, row, start, stop, full, stage, pha
 
 
 @gluon.jit
-def _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES: gl.constexpr, MASKED: gl.constexpr):
-    """Attend to all key blocks (at least one), not causal: QK of block j runs beside PV of block j - 1."""
+def _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                MASKED: gl.constexpr):  # fmt: skip
+    """Attend to all key blocks (at least one): QK of block j runs beside PV of block j - 1."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_o.type.layout, 2)
     mbarrier.wait(sm.full.index(2 * stage), phase)
     b_first = warpgroup_mma_wait(0, deps=(scores(sm, q_s, stage),))
     mbarrier.arrive(sm.empty.index(2 * stage), count=1)
     if MASKED:
-        b_first = mask(job, b_first, row, 0, full, False)
+        b_first = mask(job, b_first, row, 0, full, CAUSAL)
     b_none = gl.full([ROWS], -INF, gl.float32, gl.SliceLayout(1, b_first.type.layout))
     b_weights, b_max, b_sum, _ = running_softmax(b_first, b_none, job.c)
     b_p = gl.convert_layout(b_weights, P_LAYOUT)
@@ -228,7 +228,7 @@ def _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES: gl.con
         b_s = warpgroup_mma_wait(1, deps=(b_s,))
         mbarrier.arrive(sm.empty.index(2 * stage), count=1)
         if MASKED:
-            b_s = mask(job, b_s, row, j, full, False)
+            b_s = mask(job, b_s, row, j, full, CAUSAL)
         b_next, b_max, b_add, b_alpha = running_softmax(b_s, b_max, job.c)
         b_sum = b_sum * b_alpha + b_add
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
@@ -251,7 +251,7 @@ def _store(sm, job, tile, o_desc, q_s, b_o, b_max, b_sum, row, note, INDEX: gl.c
     COLUMN: gl.constexpr = gl.SliceLayout(0, b_o.type.layout)
     O_ROW: gl.constexpr = gl.SliceLayout(1, b_o.type.layout)
     b_column = gl.arange(0, D, layout=COLUMN)
-    b_limit = limit(job, row, CAUSAL)
+    b_limit = limit(job, row, sm.k.shape[3], CAUSAL)
     b_finite = gl.sum(b_o * 0.0, axis=1)  # 0, or NaN if a weight or value was not finite
     b_inverse = gl.where(b_limit > 0, 1.0 / b_sum, 0.0)  # a row that sees no key is 0
     b_o = b_o * gl.convert_layout(b_inverse, O_ROW)[:, None]
@@ -296,9 +296,10 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
               CAUSAL: gl.constexpr, RAGGED: gl.constexpr, DROPPED: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Compute 64 query rows of the tile."""
     D: gl.constexpr = sm.k.shape[4]
-    tile = locate(job, gl.program_id(0), WARPGROUPS, CAUSAL)
+    KEYS: gl.constexpr = sm.k.shape[3]
+    tile = locate(job, gl.program_id(0), WARPGROUPS, sm.k.shape[3], CAUSAL)
     row = tile.row + INDEX * ROWS
-    stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, CAUSAL)
+    stop = visible_blocks(row + (ROWS - 1), job.rows, job.keys, KEYS, CAUSAL)
     full = job.keys // KEYS  # blocks that all rows see
     if CAUSAL:
         full = gl.maximum(row + 1 + job.keys - job.rows, 0) // KEYS
@@ -309,7 +310,7 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
     mbarrier.wait(sm.q_full.index(INDEX), 0)
     q_s = sm.q.index(INDEX).reshape([ROWS, D])
     b_o = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
-    if (not CAUSAL) and (WARPGROUPS == 2 or D == 64):  # registers are left for it
+    if D == 256 or ((not CAUSAL) and (WARPGROUPS == 2 or D == 64)):  # registers are left for it
         note = _told(sm, 0)
         if note % 2 > 0:
             n = ahead
@@ -317,9 +318,9 @@ def _consumer(sm, job, o_desc, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr, ST
             stage = n % STAGES
             phase = n // STAGES
         stop = gl.where(note > 1, 1, stop)
-        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES, RAGGED)
+        b_o, b_max, b_sum = _overlapped(sm, job, q_s, b_o, row, stop, full, stage, phase, STAGES, CAUSAL, RAGGED)
     else:
-        b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, CAUSAL).type.layout)
+        b_max = gl.full([ROWS], -INF, gl.float32, limit(job, row, KEYS, CAUSAL).type.layout)
         b_sum = gl.full([ROWS], 0.0, gl.float32, b_max.type.layout)
         # Causal: the blocks that need no mask have a separate loop, whose short code stays in the instruction cache.
         split = gl.minimum(full, stop) if CAUSAL else stop
@@ -367,6 +368,7 @@ def plain_kernel(
 ):  # fmt: skip
     """Compute a tile of 64 * WARPGROUPS query rows."""
     D: gl.constexpr = q_desc.block_shape[3]
+    KEYS: gl.constexpr = k_desc.block_shape[2]
     job = PlainJob(
         heads, group, batch_heads, section, rows, keys, tiles, work, scale_log2, p_norms, p_anchors, p_marked, p_lse
     )

@@ -15,7 +15,6 @@ from triton.language.core import _aggregate as aggregate
 from pasa.ops.attention.triton.tile_math import ANCHOR_LIMIT
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
-KEYS = gl.constexpr(128)  # keys of a block
 INF = gl.constexpr(float("inf"))
 FP16_MAX = gl.constexpr(65504.0)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -39,8 +38,8 @@ class Shared:
     """Hold shared memory: tiles (stage or warpgroup first) and their barriers."""
 
     q: gl.shared_memory_descriptor  # (WARPGROUPS, 1, 1, 64, D)
-    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
-    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, 128, D)
+    k: gl.shared_memory_descriptor  # (STAGES, 1, 1, KEYS, D)
+    v: gl.shared_memory_descriptor  # (STAGES, 1, 1, KEYS, D)
     offset: gl.shared_memory_descriptor  # (STAGES, 8, D): a_j - f_j, then f_j, then zeros
     first_bad: gl.shared_memory_descriptor  # (D,): first key whose value is not finite, by column
     work: gl.shared_memory_descriptor  # (1,): the producer's message, see kernel.py
@@ -103,7 +102,7 @@ class QueryTile:
 
 
 @gluon.jit
-def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
+def visible_blocks(last_row, rows, keys, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
     """Return how many key blocks the rows up to `last_row` see; at least one, so that every loop has a first tile."""
     seen = keys
     if CAUSAL:
@@ -112,7 +111,7 @@ def visible_blocks(last_row, rows, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
+def locate(job, work, WARPGROUPS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
     """Return tile number `work`. Heads come in sections whose K and V fit in L2; causal: tiles with most keys first."""
     first = work // (job.section * job.tiles) * job.section
     size = gl.minimum(job.section, job.batch_heads - first)
@@ -123,7 +122,7 @@ def locate(job, work, WARPGROUPS: gl.constexpr, CAUSAL: gl.constexpr):
     else:
         row = local % job.tiles * (WARPGROUPS * ROWS)
         index = first + local // job.tiles
-    blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, CAUSAL)
+    blocks = visible_blocks(row + (WARPGROUPS * ROWS - 1), job.rows, job.keys, KEYS, CAUSAL)
     head = index % job.heads
     return QueryTile(index // job.heads, head, head // job.group, row, blocks, index, index // job.group)
 
@@ -137,7 +136,8 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def scores(sm, q_s, stage):
-    """Start S (64, 128) = Q K^T, without waiting for it."""
+    """Start S (64, KEYS) = Q K^T, without waiting for it."""
+    KEYS: gl.constexpr = sm.k.shape[3]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     b_s = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     k_s = sm.k.index(stage).reshape([KEYS, sm.k.shape[4]]).permute([1, 0])
@@ -157,8 +157,8 @@ def clamped(b_o, DROPPED: gl.constexpr):
 
 
 @gluon.jit
-def limit(job, row, CAUSAL: gl.constexpr):
-    """Return the first key that each row does not see, (64,)."""
+def limit(job, row, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return the first key that each row does not see, (64,), in the layout of scores of KEYS keys."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     b_limit = gl.full([ROWS], 0, gl.int32, ROW) + job.keys
     if CAUSAL:
@@ -171,8 +171,9 @@ def limit(job, row, CAUSAL: gl.constexpr):
 def mask(job, b_s, row, j, full, CAUSAL: gl.constexpr):
     """Set scores to -inf where a row does not see a key; all rows see the blocks before `full`."""
     if j >= full:
+        KEYS: gl.constexpr = b_s.shape[1]
         b_key = j * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, b_s.type.layout))
-        b_s = gl.where(b_key[None, :] < limit(job, row, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
+        b_s = gl.where(b_key[None, :] < limit(job, row, KEYS, CAUSAL)[:, None], b_s, gl.full_like(b_s, -INF))
     return b_s
 
 
@@ -184,7 +185,7 @@ def column(b_c, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def pre_pass(job, tile, p, WIDTH: gl.constexpr):
+def pre_pass(job, tile, p, KEYS: gl.constexpr, WIDTH: gl.constexpr):
     """Return a pointer to the head's part of the anchors or norms."""
     return p + tile.index_kv.to(gl.int64) * ((job.keys + KEYS - 1) // KEYS) * WIDTH
 
@@ -212,24 +213,25 @@ def is_bounded(sm, job, longest, turn, WARPGROUPS: gl.constexpr):
     whatever the result of this test. longest: the longest key. turn: number of earlier tiles.
     """
     D: gl.constexpr = sm.q.shape[4]
+    PART: gl.constexpr = 8 if D == 256 else 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     nats = longest * (job.c * LN2)
-    b_square = gl.zeros([16], gl.float32, gl.SliceLayout(1, LAYOUT))
+    b_square = gl.zeros([PART], gl.float32, gl.SliceLayout(1, LAYOUT))
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(sm.q_full.index(w), turn & 1)
         q_s = sm.q.index(w).reshape([ROWS, D])
-        for i in gl.static_range(ROWS // 16):
-            b_q = q_s.slice(i * 16, 16, 0).load(LAYOUT).to(gl.float32)
+        for i in gl.static_range(ROWS // PART):
+            b_q = q_s.slice(i * PART, PART, 0).load(LAYOUT).to(gl.float32)
             b_square = gl.maximum(b_square, gl.sum(b_q * b_q, axis=1))
     return gl.max(b_square, axis=0) * nats * nats <= ANCHOR_LIMIT * ANCHOR_LIMIT
 
 
 @gluon.jit
-def anchor(job, tile, j, treated, D: gl.constexpr, DIM: gl.constexpr):
+def anchor(job, tile, j, treated, KEYS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr):
     """Load a_j (D,), of which DIM columns are stored, in the layout of `treat_keys`; 0 unless the tile is treated."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     b_col = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    p_a = pre_pass(job, tile, job.p_anchors, DIM) + j * DIM + b_col
+    p_a = pre_pass(job, tile, job.p_anchors, KEYS, DIM) + j * DIM + b_col
     b_a = gl.load(p_a) if DIM == D else gl.load(p_a, mask=b_col < DIM, other=0.0)
     return gl.where(treated, b_a, gl.zeros_like(b_a))
 
@@ -241,6 +243,7 @@ def treat_keys(sm, b_a, b_frame, n, treated, STAGES: gl.constexpr, PART: gl.cons
     K' is NaN where a key is not finite. b_frame: f_j, see `next_frame`. n: number of earlier blocks.
     """
     D: gl.constexpr = sm.k.shape[4]
+    KEYS: gl.constexpr = sm.k.shape[3]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
     b_row = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
@@ -266,6 +269,7 @@ def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
     n: number of earlier blocks.
     """
     D: gl.constexpr = sm.k.shape[4]
+    KEYS: gl.constexpr = sm.k.shape[3]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     stage = n % STAGES
     mbarrier.wait(sm.full.index(4 * stage + 1), (n // STAGES) & 1)
@@ -286,7 +290,7 @@ def treat_values(sm, j, n, dirty, STAGES: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def running_softmax(b_s, b_max, c):
-    """Return P (64, 128) in FP16, each row's new maximum, the tile's part of its sum, and the factor of the old sum."""
+    """Return P (64, KEYS) in FP16, each row's new maximum, its part of the sum, and the factor of the old sum."""
     b_new = gl.maximum(b_max, gl.max(b_s, axis=1))
     b_ref = gl.where(b_new == -INF, 0.0, b_new)  # a row that has seen no key so far
     b_p = gl.exp2(gl.fma(b_s, c, (-(b_ref * c))[:, None]))

@@ -77,7 +77,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 160, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows", "keys", "causal"), SHAPES)
 def test_plain_data(heads, kv_heads, rows, keys, causal, dim):
     check(*tensors(heads, kv_heads, rows, keys, dim), causal)
@@ -96,7 +96,9 @@ def test_an_output_lies_in_memory_as_its_queries_do(dim, causal):
     assert torch.equal(lse, dense_lse)
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(32, True), (64, False), (72, True), (128, False), (128, True)])
+@pytest.mark.parametrize(
+    ("dim", "causal"), [(32, True), (64, False), (72, True), (128, False), (128, True), (192, False), (256, True)]
+)
 @pytest.mark.parametrize("bias", [(20, 0), (0, 20), (20, 20)], ids=["q", "k", "both"])
 def test_a_bias_takes_no_second_pass(dim, causal, bias):
     """A constant on Q spreads the scores, one on K is subtracted before; both leave nothing to the exact kernel.
@@ -122,7 +124,7 @@ LARGE = 40.0  # with this factor on Q and K, scores pass 2048 nats and the tile 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "rows", "keys", "causal", "dim"),
-    [(*shape, (32, 64, 80, 128)[i % 4]) for i, shape in enumerate(SHAPES)] + [(1, 1, 200, 300, False, 128)],
+    [(*shape, (32, 64, 80, 128, 256)[i % 5]) for i, shape in enumerate(SHAPES)] + [(1, 1, 200, 300, False, 128)],
 )
 def test_the_exact_kernel_finishes_tiles_of_large_scores(heads, kv_heads, rows, keys, causal, dim):
     """Only the head whose scores may be too large is computed again; the others keep their results.
@@ -145,7 +147,9 @@ def test_long_queries_mark_a_tile_as_well():
     check(q * LARGE**2, k, v, marked=[(0, 0)], limit=4 * HALF_ULP + 2.0**-22 * LARGE**2 * 64)
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(32, True), (64, True), (80, False), (80, True), (128, False)])
+@pytest.mark.parametrize(
+    ("dim", "causal"), [(32, True), (64, True), (80, False), (80, True), (128, False), (256, False), (256, True)]
+)
 def test_a_bias_of_part_of_the_keys_reaches_the_exact_kernel(dim, causal):
     """Blocks with a bias of their own have anchors of their own, which the exact kernel subtracts in shared memory."""
     q, k, v = tensors(1, 1, 300, 384, dim)
@@ -155,7 +159,7 @@ def test_a_bias_of_part_of_the_keys_reaches_the_exact_kernel(dim, causal):
     check(q, k, v, causal, marked=[(0, 0)])
 
 
-@pytest.mark.parametrize(("dim", "bad"), [(64, torch.nan), (80, torch.inf), (128, torch.nan)])
+@pytest.mark.parametrize(("dim", "bad"), [(64, torch.nan), (80, torch.inf), (128, torch.nan), (256, torch.inf)])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_not_finite_reaches_the_rows_that_see_it(dim, bad, part, causal):
