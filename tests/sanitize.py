@@ -61,6 +61,8 @@ CALLS: dict[str, tuple[tuple[int, ...], Params]] = {
     "hopper-shifted": ((1, 2, 70, 300, 64), {"causal": True, "bias": 200, "garbage": "value", "where": "hidden"}),
     "hopper-pair": ((1, 28, 900, 260, 128), {}),
     "hopper-padded": ((1, 2, 200, 300, 72), {"causal": True, "bias": 200}),
+    "hopper-wide": ((1, 2, 200, 300, 256), {"bias": 200}),
+    "hopper-wide-padded": ((1, 2, 200, 300, 160), {"causal": True, "garbage": "value", "where": "hidden"}),
 }
 """Key heads, query heads for each, rows, keys and head dim; `bias` is added to 16 channels of Q and K."""
 

@@ -28,6 +28,9 @@ HOPPER_DIMS = (
     80,
     96,
     128,
+    160,
+    192,
+    256,
 )  # served by a kernel of its own there, without a mask and with 128 keys in a block
 FEW_ROWS = (1, 1, 2, 3, 8, 16)  # decoding pads them to a power of two: one number for a family
 SOME_ROWS = ((17, 32), (33, 64), (65, 128), (129, 300), (129, 300), (301, 1500))
