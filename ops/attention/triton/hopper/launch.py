@@ -55,10 +55,9 @@ BOUND = 4096  # the most sets of addresses, of all geometries together, for whic
 def hopper_attention(call: KernelCall) -> tuple[Tensor, Tensor]:
     """Attend without a dense mask on sm_90, with FP32 softmax; D is a multiple of 8 from 32 to 256.
 
-    Calls come here up to D = 128 (`backend.hopper_serves`). Four launches: the first subtracts from the keys what
-    those of a head share, then comes plain attention with FP32 softmax. The last two, anchors of key blocks and an
-    exact pass over marked tiles, return at once where no tile was marked. Rows that are not contiguous and aligned to
-    16 bytes are copied.
+    Four launches: the first subtracts from the keys what those of a head share, then comes plain attention with FP32
+    softmax. The last two, anchors of key blocks and an exact pass over marked tiles, return at once where no tile was
+    marked. Rows that are not contiguous and aligned to 16 bytes are copied.
 
     Returns
     -------

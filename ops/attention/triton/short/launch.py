@@ -15,8 +15,8 @@ from pasa.ops.attention.triton.tiles import Tile, device_architecture, pad_dim, 
 # take the host longer than one, which a graph does not wait for. At head dimensions above 128 a step of the loop takes
 # 3 us, and they are faster over more keys than a program holds that has a multiprocessor for itself.
 DECODE_KEYS, CAPTURED_KEYS = 384, 256
-# Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many where the head
-# dimension is above 128. Beyond, kernels of two passes are as fast (H100).
+# Of one that many rows attend to, where no multiprocessor has more than two tiles to do; half as many without a mask
+# where the head dimension is above 128. Beyond, kernels of two passes are as fast (H100).
 PROMPT_KEYS = 256
 BLOCK = 64  # keys, and rows, that a program holds at a time, where there are more programs or rows
 # Keys that a program of up to 32 rows holds at a time, so that it waits for memory once: where it has a multiprocessor
@@ -49,7 +49,7 @@ def is_short(call: KernelCall) -> bool:
     if programs(1, rows_of(call)[1], tallest(pad)) > MOST_TILES:
         return False
     few = call.keys <= min(BLOCK, PROMPT_ELEMENTS // pad)
-    most = PROMPT_KEYS if pad <= 128 else PROMPT_KEYS // 2
+    most = PROMPT_KEYS if pad <= 128 or call.mask is not None else PROMPT_KEYS // 2
     return few or (call.keys <= most and programs(*rows_of(call), tallest(pad)) <= 2 * places)
 
 
