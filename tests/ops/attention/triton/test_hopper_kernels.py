@@ -9,8 +9,10 @@ import triton.language as tl
 
 import pasa
 from pasa.ops.attention.triton.hopper import launch
+from tests.inputs import DEVICE
 from tests.ops.attention.triton.gluon_interpreter import Kernels
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="interprets kernels, which a GPU compiles: test_on_gpu.py")
 PROCESSORS = 2  # so few that a program of the exact pass has several tiles
 HALF_ULP = 2.0**-11
 

@@ -10,7 +10,7 @@ import torch
 import pasa
 from pasa.ops import plans
 from pasa.ops.attention.triton.prefill import launch
-from tests.inputs import DEVICE
+from tests.inputs import DEVICE, portable_kernel
 
 HALF_ULP = 2.0**-11
 ROWS, KEYS = 150, 533
@@ -22,7 +22,8 @@ def marked(monkeypatch):
     found, centre = [], launch.centre_keys
     monkeypatch.setattr(plans, "_plans", {})  # a plan would repeat the launches alone
     monkeypatch.setattr(launch, "centre_keys", lambda *args, **how: (found.append(centre(*args, **how)), found[-1])[1])
-    return lambda: [int(each.marked) for each in found]
+    with portable_kernel():
+        yield lambda: [int(each.marked) for each in found]
 
 
 def inputs(dim, bias=80.0, seed=0, tokens=None):
