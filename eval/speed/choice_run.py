@@ -40,9 +40,11 @@ DECODING = (
     (16, 16, 16, 1, 2048, False),
     *((1, 8, 1, 1, keys, False) for keys in (1024, 16384)),
     *((2, 4, 4, 8, keys, False) for keys in (1024, 16384)),
+    *((batch, heads, heads, 1, 64, False) for batch, heads in ((1, 4), (32, 16))),
+    (2, 16, 16, 16, 256, False),
 )
 CASE_KEYS, RECORD_KEYS = {"name", "data", "shape"}, {"case", "implementation", "how", "status"}  # of a run
-CROSS = (2048, 16), (256, 8192)  # rows and keys
+CROSS = (16384, 4), (2048, 16), (256, 8192)  # rows and keys
 
 
 def _prefill(kind: str, heads: int, rows: int, keys: int, dim: int) -> SpeedCase:
