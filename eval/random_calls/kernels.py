@@ -21,17 +21,8 @@ from pasa.eval.random_calls.truth import find_truth
 
 HEADS = ((1, 1), (1, 3), (1, 2), (2, 2), (2, 3), (4, 2), (7, 1), (7, 2), (8, 1), (8, 2))  # (Hq / Hkv, Hkv)
 DIMS = (16, 40, 64, 72, 80, 96, 128, 160, 192, 256)
-HOPPER_DIMS = (
-    40,
-    64,
-    72,
-    80,
-    96,
-    128,
-    160,
-    192,
-    256,
-)  # served by a kernel of its own there, without a mask and with 128 keys in a block
+# Served by a kernel of its own there, without a mask and with `block_k` 128.
+HOPPER_DIMS = (40, 64, 72, 80, 96, 128, 136, 160, 192, 256)
 FEW_ROWS = (1, 1, 2, 3, 8, 16)  # decoding pads them to a power of two: one number for a family
 SOME_ROWS = ((17, 32), (33, 64), (65, 128), (129, 300), (129, 300), (301, 1500))
 PACKED_DECODE = (1, 16)

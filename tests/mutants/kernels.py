@@ -190,6 +190,13 @@ KERNELS = [
         "tests/ops/attention/triton/test_centre.py::test_each_head_has_keys_that_its_own_rows_see",
     ),
     mutant(
+        "a key block has the anchor of keys that rows of the first head see",
+        "ops/attention/triton/anchor_kernel.py",
+        "stride_visible_b + tl.cast(o_head, tl.int64) * stride_visible_h",
+        "stride_visible_b",
+        "tests/ops/attention/triton/test_anchors.py::test_each_head_has_anchors_of_the_keys_that_its_own_rows_see",
+    ),
+    mutant(
         "a mask of odd length is not copied",
         "ops/attention/triton/prefill/mask_launch.py",
         "all(step % ALIGNED == 0",

@@ -32,8 +32,8 @@ from pasa.ops.recording import repeat_whole
 
 __all__ = ["attend", "count_scores", "gradients", "write_pages"]
 
-# What the Hopper kernel serves: padded head dimensions, their step, and keys of an anchor block. TMA needs rows of
-# multiples of 16 bytes.
+# What the Hopper kernels serve: padded head dimensions, their step, and `block_k`; above D = 128 an anchor has 64 keys.
+# TMA needs rows of multiples of 16 bytes.
 HOPPER_PADS, HOPPER_STEP, HOPPER_BLOCK = (64, 128, 256), 8, 128
 Family: TypeAlias = Callable[[KernelCall], tuple[Tensor, Tensor, Tensor | None]]
 ROUNDED = 2048  # elements of a tile in the separate rounding launch; an NPU's unified buffer holds no more

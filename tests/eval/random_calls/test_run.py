@@ -18,6 +18,10 @@ from pasa.eval.random_calls.backends import poison
 from pasa.eval.random_calls.cases import Case, run_case, shrink
 from pasa.eval.random_calls.inputs import make
 from pasa.eval.random_calls.run import API, FUZZ, SOAK, run_soak
+from pasa.ops import plans
+from pasa.ops.attention.triton import backend as triton_backend
+from pasa.ops.attention.triton.hopper.launch import hopper_attention
+from pasa.ops.attention.triton.short import launch as short_launch
 from tests import sanitize
 
 CASES = 250
@@ -217,6 +221,23 @@ def test_exact_outputs_are_held_against_fp32_sums(monkeypatch):
 )
 def test_calls_for_sanitizers(name):
     assert sanitize.main([name]) == 0
+
+
+@pytest.mark.parametrize("name", [each for each in sanitize.CALLS if not each.startswith("paper")])
+def test_a_call_for_sanitizers_goes_to_the_kernel_of_its_name(name, monkeypatch):
+    """Story: calls for the portable kernels had so few keys that all of them went to the kernel of few keys."""
+    family = triton_backend._family
+
+    def note(call):
+        raise RuntimeError(f"served by {family(call).__name__}")
+
+    monkeypatch.setattr(plans, "_plans", {})  # a plan would repeat the launches alone
+    monkeypatch.setattr(short_launch, "processors", lambda _: 132)
+    monkeypatch.setattr(triton_backend, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(triton_backend, "_hopper", lambda: hopper_attention)
+    monkeypatch.setattr(triton_backend, "_family", note)
+    with pytest.raises(RuntimeError, match=f"served by {name.partition('-')[0]}"):
+        sanitize.run(name, torch.device("cpu"))
 
 
 def test_calls_for_sanitizers_are_judged(monkeypatch):

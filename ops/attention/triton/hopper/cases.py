@@ -58,9 +58,10 @@ NVIDIA_CASES = [
     _case("plain_full_pair", 128, plain_kernel, causal=False, warpgroups=2),
     *(_case("exact_full", dim, exact_kernel, causal=False) for dim in (64, 256)),
     *(_case("plain_unbiased", dim, plain_kernel, dropped=13) for dim in (64, 128, 256)),
-    *(_case("plain_full_bf16", dim, plain_kernel, causal=False, dropped=16) for dim in (64, 128)),
+    *(_case("plain_full_bf16", dim, plain_kernel, causal=False, dropped=16) for dim in (64, 128, 256)),
     _case("plain_full_pair_unbiased", 128, plain_kernel, causal=False, warpgroups=2, dropped=13),
-    *(_case("exact_unbiased", dim, exact_kernel, dropped=dropped) for dim, dropped in ((64, 16), (128, 13))),
+    *(_case("exact_unbiased", dim, exact_kernel, dropped=dropped) for dim, dropped in ((64, 16), (128, 13), (256, 13))),
+    _case("exact_full_bf16", 256, exact_kernel, causal=False, dropped=16),
     *(_case("plain_unbiased", dim, plain_kernel, dropped=13) for dim in (40, 80)),
     *(_case("exact", dim, exact_kernel) for dim in (32, 40, 72, 80)),
 ]

@@ -1,7 +1,7 @@
 """The exact pass on Hopper (sm_90), in Gluon: it computes the tiles again that plain_kernel.py marked.
 
 A producer partition feeds three consumer warpgroups by TMA, each with 64 query rows and 160 registers a thread, or two
-with 240 registers above D = 128. QK, softmax and PV of a warpgroup follow one another, with running maxima. If norms
+with 232 registers above D = 128. QK, softmax and PV of a warpgroup follow one another, with running maxima. If norms
 were too large, the producer computes K' = K - a_j (exact) in shared memory, and a row adds q.(a_j - f_j) to its
 reference. f_j is the frame of the row's scores (`next_frame`), so a bias that all keys share is never rounded. The log-
 sum-exp adds q.f at the end.

@@ -34,11 +34,8 @@ from pasa.ops.memory import MOST_BYTES, kept_memory, may_keep
 QUERY_BOX = 64  # query rows of a warpgroup
 KEY_BOX = {64: 128, 128: 128, 256: 64}  # by padded head dimension: keys of a block
 CENTRE_WARPS = 2
-STAGES = {
-    64: 3,
-    128: 2,
-    256: 2,
-}  # by padded head dimension: copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q
+# By padded head dimension, copies of K and V in flight: as many as 227 KiB of shared memory hold beside Q.
+STAGES = {64: 3, 128: 2, 256: 2}
 L2_BYTES = 2**25  # K and V of the heads that run together: about half of the 50 MB L2 cache of an H100 or H200
 LOG2E = 1.4426950408889634
 # Time of a tile of two warpgroups, relative to a tile of three. At 0.667, time per row would be

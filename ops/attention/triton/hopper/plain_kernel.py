@@ -3,8 +3,8 @@
 Each program has a tile of 64 * WARPGROUPS query rows. A producer partition feeds the consumer warpgroups by TMA, each
 with 64 rows. With three of them, each thread has 160 registers. S (64, 128), P and O of D = 128 fill these, so QK,
 softmax and PV follow one another, and the other warpgroups keep the matrix unit busy meanwhile. With two, a thread has
-240 registers, and QK of a block runs beside PV of the previous one. Which variant is faster depends on the number of
-tiles for each multiprocessor (launch.py).
+240 registers, and QK of a block runs beside PV of the previous one. Which is faster depends on the number of tiles for
+each multiprocessor (launch.py). Above D = 128 there are two, and S is (64, 64).
 
 Keys come from K' where centre_kernel.py subtracted what the keys of a head share. A tile is marked by an infinite
 log-sum-exp, and left to exact_kernel.py, if its scores may be too large for FP32 sums, or if its output is not finite.

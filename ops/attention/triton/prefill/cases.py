@@ -108,14 +108,15 @@ NVIDIA_CASES = [
     ),
     *(
         _attention(
-            f"sm_90_d256_listed_{mask}",
+            f"sm_90_d256_listed_{mask}" + "_exact" * (flags is EXACT),
             sizes_of(256, 128, 64),
             mask,
-            **FAST,
+            **flags,
             LISTED=True,
-            **on_arch(90, 8, 2, stack=100),
+            **on_arch(90, 8, stages, stack=stack),  # few tiles need the exact pass
         )
         for mask in ("bool", "float")
+        for flags, stages, stack in ((FAST, 2, 100), (EXACT, 1, 2000))
     ),
     *(
         make_case(

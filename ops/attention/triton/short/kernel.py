@@ -23,7 +23,7 @@ from pasa.ops.attention.triton.tile_math import (
     middle_anchor,
 )
 
-REACH = tl.constexpr(512)  # how many keys `end_of_seen` looks at: most calls that this kernel serves have fewer
+REACH = tl.constexpr(512)  # how many keys `end_of_seen` looks at: no call that this kernel serves has as many
 
 
 @triton.jit

@@ -40,3 +40,15 @@ def test_a_key_counts_that_any_group_of_queries_sees():
     assert torch.equal(found.anchors[0, :, 1:], expected[0, :, 1:])
     assert torch.equal(found.anchors[1], expected[1])
     assert (found.norms[1] < 50.5 * 32**0.5).all()
+
+
+def test_each_head_has_anchors_of_the_keys_that_its_own_rows_see():
+    """Masks may differ by head: what rows of another head see changes no anchor and no norm."""
+    k = torch.randn(2, 3, 150, 32, generator=torch.Generator().manual_seed(2)).half().to(DEVICE) + 50
+    seen = torch.ones(2, 3, 5, 150, dtype=torch.uint8, device=DEVICE)
+    seen[:, 1, :, 64:] = 0
+    k[:, 1, 64:] = torch.nan
+    assert find_anchors(k, k, 64, visible=seen).norms.isfinite().all()
+    norms = find_anchors(k, k, 64, visible=seen.roll(1, 1)).norms
+    assert norms[:, 1, 1:].isposinf().all()
+    assert norms[:, [0, 2]].isfinite().all()

@@ -21,7 +21,9 @@ def plan(monkeypatch, request):
 
 
 ALL = pytest.mark.parametrize(
-    "plan", [(causal, dim) for causal in (False, True) for dim in (32, 40, 64, 72, 80, 128)], indirect=True
+    "plan",
+    [(causal, dim) for causal in (False, True) for dim in (32, 40, 64, 72, 80, 128, 136, 192, 256)],
+    indirect=True,
 )
 
 
@@ -54,7 +56,18 @@ def test_parts_of_the_buffer_do_not_overlap(plan):
 
 def test_centred_keys_are_counted_as_the_kernel_reads_them():
     """The kernels read the longest keys of parts of TILE elements, as many as `centre_kernel` has programs."""
-    for keys, dim in ((1, 64), (127, 64), (129, 64), (64, 128), (65, 128), (65, 72), (128, 40), (129, 32)):
+    for keys, dim in (
+        (1, 64),
+        (127, 64),
+        (129, 64),
+        (64, 128),
+        (65, 128),
+        (65, 72),
+        (128, 40),
+        (129, 32),
+        (33, 256),
+        (65, 136),
+    ):
         part = launch.CENTRE_TILE.value // hopper_pad(dim)
         k = torch.zeros(1, 1, keys, dim, dtype=torch.float16)
         held = launch.Plan(k.shape, k.shape, [list(k.stride())] * 3, True, 0, torch.device("cpu"))
