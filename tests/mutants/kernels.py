@@ -10,6 +10,7 @@ SHIFT = "ops/attention/triton/anchor_kernel.py"
 ROUNDING = "ops/attention/triton/rounding_kernel.py"
 
 SECOND_PASS = "tests/ops/attention/triton/test_second_pass.py::"
+ANCHORS = "tests/ops/attention/triton/test_anchors.py::"
 GAPS = "tests/ops/attention/test_gaps.py::"
 CORNERS = "tests/ops/attention/test_corners.py::"
 SAMPLES = "tests/ops/attention/test_samples.py::"
@@ -194,7 +195,7 @@ KERNELS = [
         "ops/attention/triton/anchor_kernel.py",
         "stride_visible_b + tl.cast(o_head, tl.int64) * stride_visible_h",
         "stride_visible_b",
-        "tests/ops/attention/triton/test_anchors.py::test_each_head_has_anchors_of_the_keys_that_its_own_rows_see",
+        ANCHORS + "test_each_head_has_anchors_of_the_keys_that_its_own_rows_see",
     ),
     mutant(
         "a mask of odd length is not copied",
@@ -397,7 +398,7 @@ KERNELS = [
         SHIFT,
         "hidden = hidden | (tl.max(tl.where(tl.arange(0, BLOCK) == 0, seen, False).to(tl.int32), 0) == 0)",
         "hidden = hidden & (n > 0)",
-        SAMPLES + "test_first_key_of_every_block_stands_off[mask]",
+        ANCHORS + "test_a_key_counts_that_any_group_of_queries_sees",
     ),
     mutant(
         "only keys that the first 16 groups of queries see count as seen",
@@ -418,7 +419,7 @@ KERNELS = [
         SHIFT,
         "tl.store(p_norm + o_out, tl.sqrt(longest) * NORM_MARGIN)",
         "tl.store(p_norm + o_out, tl.where(longest < INF, tl.sqrt(longest) * NORM_MARGIN, 0.0))",
-        CORNERS + "test_a_key_of_minus_infinity_that_weighs_nothing",
+        ANCHORS + "test_each_head_has_anchors_of_the_keys_that_its_own_rows_see",
     ),
     mutant(
         "a key counts as rounded by the anchor if the sum is right",

@@ -14,7 +14,7 @@ from pasa.ops.attention.triton.decode import launch as decode_launch
 from pasa.ops.attention.triton.kernel_call import dropped_bits
 from pasa.ops.attention.triton.paged import launch as paged_write_launch
 from pasa.ops.numerics.dither import round_unbiased
-from tests.inputs import DEVICE, max_error, normal_qkv
+from tests.inputs import DEVICE, max_error, normal_qkv, part_blocks
 from tests.ops.attention.spec.test_gradients import by_kernels, definition
 from tests.ops.attention.triton.test_rounding import DTYPES, ROWS, rows_kernel
 from tests.pages import make_pages
@@ -45,23 +45,30 @@ def offset(q, k, sizes):
     k[..., 0] = sizes
 
 
+FAR = -60000.0
+"""A key that weighs nothing. No anchor of a head brings it near the others, so each block needs its own."""
+
+
 @pytest.mark.parametrize("dim", [16, 64])
 def test_biases_that_differ_by_batch_entry_and_head(dim):
     """Each head of each batch entry uses its own anchors."""
     for rows in (70, 3):
-        q, k, v = normal_qkv((4, 2), (rows, 300), dim, batch=2)
+        q, k, v = normal_qkv((4, 2), (rows, 385), dim, batch=2)
         offset(q, k, torch.tensor([[4096.0, -4096.0], [8192.0, 2048.0]]).unsqueeze(-1))
+        if rows == 70:  # decoding would put it into a block with others
+            k[..., -1, 0] = FAR
         check(q, k, v)
 
 
 def test_packed_sequences_with_other_biases():
     """Each packed sequence uses the anchors of its own blocks."""
-    lengths, sizes = [100, 300, 1, 130], [4096.0, -4096.0, 2048.0, 8192.0]
+    lengths, sizes = [129, 257, 1, 129], [4096.0, -4096.0, 2048.0, 8192.0]
     q, k, v = normal_qkv((2, 1), (sum(lengths), sum(lengths)), 16)
     offset(q, k, torch.tensor(sizes).repeat_interleave(torch.tensor(lengths)))
+    k[:, :, torch.tensor(lengths).cumsum(0) - 1, 0] = FAR  # in a block of its own
     packed = [x[0].transpose(0, 1).contiguous().to(DEVICE) for x in (q, k, v)]
     edges = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
-    out = pasa.attention_varlen(*packed, edges, edges, 300, 300, is_causal=True, backend="triton").cpu()
+    out = pasa.attention_varlen(*packed, edges, edges, 257, 257, is_causal=True, backend="triton").cpu()
     for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         golden, _ = pasa.golden_attention(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True)
         assert max_error(out[a:b].transpose(0, 1)[None], golden) <= 2.0**-8
@@ -78,7 +85,10 @@ def test_biases_that_differ_by_block_under_a_mask(rows, dim, kind):
     step = 8.0  # the spacing of FP16 numbers at 8192
     offset(q, k, 8192.0 + step * (torch.arange(512) // 128 % 2))
     q[..., 0] = dim**0.5 / step  # one nat from block to block
-    q[..., 1], k[..., 1] = 512.0, 4096.0
+    if rows == 70:
+        part_blocks(q, k, 512.0, 4096.0)
+    else:  # few rows have anchors of blocks at once
+        q[..., 1], k[..., 1] = 512.0, 4096.0
     g = torch.Generator().manual_seed(3)
     keep = torch.rand(4, rows, 512, generator=g) < 0.6
     mask = {"none": None, "bool": keep, "float": torch.where(keep, torch.randn(keep.shape, generator=g), -torch.inf)}
