@@ -1,4 +1,4 @@
-"""What the fast pass of the portable kernels leaves to the exact pass: nothing that all keys of a head share.
+"""Show what the fast pass of the portable kernels leaves to the exact pass: nothing that all keys of a head share.
 
 Story: a bias of 80 on some channels of Q and K, as trained models have, sent every tile through both passes, at a
 quarter of the speed; a float mask sent all data through the exact pass.
