@@ -21,6 +21,7 @@ RESULTS = {
     "grid_prefill": ROOT / "eval/speed/results/choice/prefill.json",
     "grid_padded": ROOT / "eval/speed/results/choice/padded.json",
     "grid_decode": ROOT / "eval/speed/results/choice/decode.json",
+    "grid_few": ROOT / "eval/speed/results/choice/few.json",
     "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",

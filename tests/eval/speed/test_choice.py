@@ -14,7 +14,7 @@ from pasa.ops import measured
 from pasa.ops.measured import Shape
 from tests.eval.speed import fakes
 
-RUNS = "choice/named.json", "choice/decode.json", "choice/padded.json", "choice/prefill.json"
+RUNS = tuple(f"choice/{name}.json" for name in ("named", "decode", "padded", "prefill", "few"))
 STORED = [ROOT / "eval/speed/results" / name for name in RUNS]
 CASE = SpeedCase("wide", 2, 8, 4, 1000, 3000, 80, graphed=True)
 
