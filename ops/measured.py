@@ -59,10 +59,11 @@ class Shape:
     def kind(self) -> tuple[object, ...]:
         """Return what other kernels serve: head dimension, kind of mask, decoding or not, causal or not.
 
-        A single row sees all keys, causal or not.
+        A single row sees all keys, causal or not. For it alone, cuDNN divides the keys over the device.
         """
-        causal = self.causal and self.rows > 1
-        return *kind_of_dim(self.dim), self.mask, self.decodes, causal, causal and self.rows != self.keys
+        single = self.rows == 1
+        causal = self.causal and not single
+        return *kind_of_dim(self.dim), self.mask, self.decodes, single, causal, causal and self.rows != self.keys
 
     @property
     def decodes(self) -> bool:

@@ -28,9 +28,15 @@ from pasa.ops import measured
 
 # Of each kind of `pasa.ops.measured.kind_of_dim`, one.
 DIMS = (40, 64, 80, 128, 192, 256)
-HEADS, TOKENS = (8, 64), (16, 128, 512, 2048, 8192)
+HEADS, TOKENS = (8, 64), (16, 32, 128, 512, 2048, 8192)
 MOST_HEADS = 512  # for few tokens
-KINDS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "padded": {"causal": True, "padded": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "padded": {"causal": True, "padded": True},
+    "full-padded": {"padded": True},
+}
+PROMPTS, CROSSES = ("causal", "full", "padded"), ("full", "full-padded")  # kinds with as many rows as keys, and others
 # Batch, query heads, key heads, rows and keys of decoding, and whether sequences are padded.
 DECODING = (
     *((batch, 32, 8, 1, keys, False) for batch in (1, 16) for keys in (16, 64, 256, 2048, 16384)),
@@ -42,14 +48,25 @@ DECODING = (
     *((2, 4, 4, 8, keys, False) for keys in (1024, 16384)),
     *((batch, heads, heads, 1, 64, False) for batch, heads in ((1, 4), (32, 16))),
     (2, 16, 16, 16, 256, False),
+    (16, 32, 1, 16, 8192, False),
+    (64, 8, 1, 8, 1024, False),
+    (1, 32, 4, 4, 4096, False),
+    (8, 16, 16, 4, 512, False),
+    (2, 32, 4, 8, 64, False),
+    (1, 4, 4, 4, 64, False),
+    (4, 16, 16, 8, 2048, True),
+    (32, 32, 32, 1, 512, False),
+    (16, 16, 2, 1, 512, False),
+    (4, 8, 8, 1, 512, False),
+    (8, 16, 1, 1, 4096, False),
 )
 CASE_KEYS, RECORD_KEYS = {"name", "data", "shape"}, {"case", "implementation", "how", "status"}  # of a run
-CROSS = (16384, 4), (2048, 16), (256, 8192)  # rows and keys
+CROSS = (16384, 4), (2048, 16), (512, 1), (512, 64), (256, 8192)  # rows and keys
 
 
 def _prefill(kind: str, heads: int, rows: int, keys: int, dim: int) -> SpeedCase:
     """Return a case with as many batch entries of up to 16 heads as make up `heads`, at least two of a padded batch."""
-    batch = max(heads // 16, 2 if kind == "padded" else 1)
+    batch = max(heads // 16, 2 if "padded" in kind else 1)
     tokens = f"{rows}" if rows == keys else f"{rows}x{keys}"
     sizes = batch, heads // batch, heads // batch, rows, keys, dim
     return SpeedCase(f"{kind}-{heads}x{tokens}-d{dim}", *sizes, graphed=True, **KINDS[kind])
@@ -64,11 +81,11 @@ def _decoding(batch: int, heads: int, kv_heads: int, rows: int, keys: int, padde
 PLAIN = (
     *(
         _prefill(kind, heads, tokens, tokens, dim)
-        for kind in KINDS
+        for kind in PROMPTS
         for dim in DIMS
-        for heads, tokens in (*product(HEADS, TOKENS), *((MOST_HEADS, each) for each in TOKENS[:2]))
+        for heads, tokens in (*product(HEADS, TOKENS), *((MOST_HEADS, each) for each in TOKENS[:3]))
     ),
-    *(_prefill("full", heads, *sizes, dim) for dim in DIMS for heads in HEADS for sizes in CROSS),
+    *(_prefill(kind, heads, *sizes, dim) for kind in CROSSES for dim in DIMS for heads in HEADS for sizes in CROSS),
     *(_decoding(*sizes, dim) for dim in DIMS for sizes in DECODING),
 )
 # The time of our kernel for Hopper hardly depends on data. That of the others does.
@@ -222,7 +239,8 @@ def _group(shape: measured.Shape) -> str:
     if shape.decodes and shape.rows != shape.keys:
         return f"decoding, {'left-padded, ' if shape.mask != 'none' else ''}{dims}"
     if shape.rows != shape.keys:
-        return f"cross-attention, {dims}, {shape.rows:,} rows and {shape.keys:,} keys"
+        kind = f"cross-attention{'' if shape.mask == 'none' else ', left-padded'}"
+        return f"{kind}, {dims}, {shape.rows:,} rows and {shape.keys:,} keys"
     return f"{'causal or full' if shape.mask == 'none' else 'left-padded'}, {dims}, {shape.rows:,} tokens"
 
 

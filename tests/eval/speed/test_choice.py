@@ -235,7 +235,7 @@ def test_the_command_writes_no_table_without_a_measurement(text, reason, tmp_pat
 
 def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
     """A case counts as measured if another one of its kind was, however far it is."""
-    run_of_one = json.loads(STORED[-1].read_text(encoding="utf-8"))
+    run_of_one = json.loads(STORED[RUNS.index("choice/prefill.json")].read_text(encoding="utf-8"))
     one = next(case for case in run_of_one["cases"] if case["name"] == "causal-8x128-d80")
     (tmp_path / "run.json").write_text(json.dumps(run_of_one | {"cases": [one]}), encoding="utf-8")
     result = choice_run.run_choice([tmp_path / "run.json"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pasa
 from pasa.ops.attention.triton import backend
 from pasa.ops.attention.triton.hopper import launch
 from pasa.ops.attention.triton.kernel_call import KernelCall
@@ -124,6 +125,46 @@ def test_strides_that_tma_refuses_are_copied(monkeypatch, name, place):
         assert list(x.stride()) == step
         assert x.stride(3) == 1
         assert all(each > 0 and each % 8 == 0 for each in x.stride()[:3])
+
+
+def heads_first(heads, rows, dim=72):
+    return torch.randn(2, heads, rows, dim, generator=torch.Generator().manual_seed(0)).half()
+
+
+def tokens_first(heads, rows, dim=72):
+    return heads_first(rows, heads, dim).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("q", "is_causal", "together"),
+    [
+        (heads_first(38, 14), False, True),
+        (heads_first(38, 14), True, False),  # rows see different keys
+        (tokens_first(38, 14), False, False),  # heads of a group are no neighbours
+        (heads_first(140, 1), True, True),
+        (tokens_first(140, 1), False, True),
+        (heads_first(2, 192), False, False),  # tiles are full
+        (heads_first(4, 200), False, True),  # three tiles of 192 rows, before four
+        (heads_first(2, 100, 256), False, False),
+    ],
+)
+def test_queries_of_a_group_share_tiles_where_that_saves_some(monkeypatch, q, is_causal, together):
+    """14 rows of 38 heads that share keys are 532 rows of one head; each gets the result that it gets apart."""
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    k, v = (heads_first(2, 50, q.shape[3]) for _ in "kv")
+    seen = []
+
+    def attend(self, q, k, v, scale, keeps, alone):
+        seen.append(q.shape)
+        return pasa.golden_attention(q, k, v, is_causal=is_causal and q.shape[2] == 14, scale=scale)
+
+    monkeypatch.setattr(launch.Plan, "run", attend)
+    out, lse = launch.hopper_attention(KernelCall(q, k, v, 0.5, is_causal=is_causal))
+    batch, heads, rows, dim = q.shape
+    assert seen == [(batch, 2, heads // 2 * rows, dim) if together else q.shape]
+    golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.5)
+    assert torch.allclose(out, golden)
+    assert torch.allclose(lse, golden_lse)
 
 
 def test_launches_are_kept_for_a_bounded_number_of_addresses(monkeypatch):
