@@ -22,6 +22,8 @@ RESULTS = {
     "grid_padded": ROOT / "eval/speed/results/choice/padded.json",
     "grid_decode": ROOT / "eval/speed/results/choice/decode.json",
     "grid_few": ROOT / "eval/speed/results/choice/few.json",
+    "grid_prefill_more": ROOT / "eval/speed/results/choice/prefill_more.json",
+    "grid_decode_more": ROOT / "eval/speed/results/choice/decode_more.json",
     "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",

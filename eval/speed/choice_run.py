@@ -223,14 +223,19 @@ def grid_table(result: dict[str, Any]) -> Table:
         ]
     rows = []
     for label, ratios in groups.items():
-        cells = [" / ".join(_range(ratios[name, b]) for b in (False, True) if (name, b) in ratios) for name in names]
+        cells = [
+            " / ".join(_range(ratios[name, b]) for b in (False, True) if (name, b) in ratios) or "-" for name in names
+        ]
         for taken in zip(*chosen[label].values(), strict=True):
             cells.append(
                 " and ".join(f"`{each}` in {taken.count(each)}" for each in BACKENDS.values() if each in taken)
             )
         rows.append([label, *cells])
     header = ["calls", "our kernels", f"`{OTHER}`", "chosen eagerly", "chosen in a graph"]
-    note = "Speed in a CUDA graph, as times that of cuDNN, on N(0, 1) / biased data, and the number of shapes."
+    note = (
+        "Speed in a CUDA graph, as times that of cuDNN, on N(0, 1) / biased data, and the number of shapes. "
+        "-: cuDNN does not serve them."
+    )
     return Table("Speed by kind of call", header, rows, note)
 
 
@@ -240,7 +245,7 @@ def _group(shape: measured.Shape) -> str:
         return f"decoding, {'left-padded, ' if shape.mask != 'none' else ''}{dims}"
     if shape.rows != shape.keys:
         kind = f"cross-attention{'' if shape.mask == 'none' else ', left-padded'}"
-        return f"{kind}, {dims}, {shape.rows:,} rows and {shape.keys:,} keys"
+        return f"{kind}, {dims}, {shape.rows:,} rows and {shape.keys:,} key{'s' * (shape.keys > 1)}"
     return f"{'causal or full' if shape.mask == 'none' else 'left-padded'}, {dims}, {shape.rows:,} tokens"
 
 

@@ -14,7 +14,8 @@ from pasa.ops import measured
 from pasa.ops.measured import Shape
 from tests.eval.speed import fakes
 
-RUNS = tuple(f"choice/{name}.json" for name in ("named", "decode", "padded", "prefill", "few"))
+NAMES = "named", "decode", "padded", "prefill", "few", "decode_more", "prefill_more"
+RUNS = tuple(f"choice/{name}.json" for name in NAMES)
 STORED = [ROOT / "eval/speed/results" / name for name in RUNS]
 CASE = SpeedCase("wide", 2, 8, 4, 1000, 3000, 80, graphed=True)
 
