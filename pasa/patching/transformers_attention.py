@@ -195,21 +195,21 @@ def run_pasa(
     query, key, value = autocast_inputs(query, key, value)
     if width != key.shape[-1]:
         query, key, value = equal_widths(query, key, value)
-    out, lse = pasa.attention(
-        query,
-        key,
-        value,
+    attend = partial(
+        pasa.attention,
         attn_mask=attention_mask,
         is_causal=causal,
         window=window,
         scale=scale,
         softcap=softcap,
         sinks=s_aux,
-        return_lse=True,
         config=binding.config,
         backend=binding.backend,
     )
-    if sinks is not None:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
+    if sinks is None:
+        out = attend(query, key, value)
+    else:  # one for each row, (B, Hq, Lq, 1), which is one more score whose value is 0
+        out, lse = attend(query, key, value, return_lse=True)
         out = out * torch.sigmoid(lse[..., None] - sinks.float()).to(out.dtype)
     if binding.callbacks.functions:
         binding.callbacks.call(query, key, attention_mask, causal, scale, window, softcap)
