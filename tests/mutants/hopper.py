@@ -89,4 +89,18 @@ HOPPER = [
         "tl.where(norm < INF, longest, INF)",
         "tests/ops/attention/triton/test_centre.py::test_one_key_off_the_bias_switches_its_head_off",
     ),
+    mutant(
+        "queries of a group share tiles below a diagonal, too",
+        "ops/attention/triton/hopper/launch.py",
+        "    return adjacent and alike and together <= MOST_OF_TILES * apart",
+        "    return adjacent and together <= MOST_OF_TILES * apart",
+        "tests/ops/attention/triton/test_hopper_launch.py::test_queries_of_a_group_share_tiles_where_that_saves_some",
+    ),
+    mutant(
+        "queries of a group that are no neighbours share tiles",
+        "ops/attention/triton/hopper/launch.py",
+        "    return adjacent and alike and together <= MOST_OF_TILES * apart",
+        "    return alike and together <= MOST_OF_TILES * apart",
+        "tests/ops/attention/triton/test_hopper_launch.py::test_queries_of_a_group_share_tiles_where_that_saves_some",
+    ),
 ]

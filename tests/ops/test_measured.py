@@ -158,6 +158,17 @@ def test_causal_rows_behind_a_cache_are_a_kind_of_their_own():
     assert measured.nearest("9.0", chunk, (causal,)) is None
 
 
+def test_one_row_is_a_kind_of_its_own():
+    """cuDNN divides the keys of a single row alone.
+
+    Story: 3 rows over many keys followed a measurement of one row to `sdpa`, where they took several times as long.
+    """
+    single = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, rows=1))
+    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=1, keys=64), (single,)) is single
+    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=1, causal=True), (single,)) is single
+    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=2), (single,)) is None
+
+
 def test_a_table_survives_being_written(tmp_path, monkeypatch):
     monkeypatch.setattr(measured, "FILE", tmp_path / "table.json")
     measured.FILE.write_text(measured.to_json((SLOWER, FASTER)))
