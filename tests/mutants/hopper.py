@@ -103,4 +103,12 @@ HOPPER = [
         "    return alike and together <= MOST_OF_TILES * apart",
         "tests/ops/attention/triton/test_hopper_launch.py::test_queries_of_a_group_share_tiles_where_that_saves_some",
     ),
+    mutant(
+        "queries of a group share tiles in batch-invariant calls, too",
+        "ops/attention/triton/hopper/launch.py",
+        "    if call.options.batch_invariant:\n        return False\n",
+        "",
+        "tests/ops/attention/triton/test_hopper_launch.py::"
+        "test_a_layout_of_the_batch_does_not_decide_how_a_batch_invariant_call_is_cut",
+    ),
 ]

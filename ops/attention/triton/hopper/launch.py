@@ -80,8 +80,11 @@ def may_stack(call: KernelCall) -> bool:
     """Return whether the queries of a group of heads, which share keys, may be rows of one head, and that saves tiles.
 
     A tile holds rows of one head, and few rows leave most of it empty: 38 heads of 14 rows are three tiles in place of
-    38.
+    38. Strides decide, and a layout in which a head holds the whole batch has other strides for one sequence alone. So
+    batch-invariant calls keep their tiles: which rows share one decides which are computed again.
     """
+    if call.options.batch_invariant:
+        return False
     rows, tile = call.q.shape[2], QUERY_BOX * (2 if hopper_pad(call.q.shape[3]) == 256 else 3)
     adjacent = rows == 1 or call.q.stride(1) == rows * call.q.stride(2)
     apart, together = call.group * -(-rows // tile), -(-call.group * rows // tile)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pasa
+from pasa.ops.attention.options import AttentionOptions
 from pasa.ops.attention.triton import backend
 from pasa.ops.attention.triton.hopper import launch
 from pasa.ops.attention.triton.kernel_call import KernelCall
@@ -165,6 +166,22 @@ def test_queries_of_a_group_share_tiles_where_that_saves_some(monkeypatch, q, is
     golden, golden_lse = pasa.golden_attention(q, k, v, is_causal=is_causal, scale=0.5)
     assert torch.allclose(out, golden)
     assert torch.allclose(lse, golden_lse)
+
+
+def test_a_layout_of_the_batch_does_not_decide_how_a_batch_invariant_call_is_cut(monkeypatch):
+    """Story: heads of a group are neighbours where a head holds one sequence, but not where it holds a batch.
+
+    So they shared tiles in one of these calls alone, and rows of their tiles were computed again there.
+    """
+    seen = []
+    monkeypatch.setattr(launch, "processors", lambda _: 132)
+    monkeypatch.setattr(launch.Plan, "run", lambda self, q, *_: seen.append(q.shape[1:]) or (q, q[..., 0]))
+    options = AttentionOptions(batch_invariant=True)
+    batch = torch.zeros(38, 2, 14, 64).half().transpose(0, 1)  # each head holds the whole batch
+    for q in (batch, batch[:1], batch[:1].contiguous()):
+        k = torch.zeros(q.shape[0], 1, 2000, 64).half()
+        launch.hopper_attention(KernelCall(q, k, k, 0.5, options))
+    assert seen == [(38, 14, 64)] * 3
 
 
 def test_launches_are_kept_for_a_bounded_number_of_addresses(monkeypatch):
