@@ -7,6 +7,7 @@ that a call's backend depends on its shape alone.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("measured.json")
-OTHER = "sdpa"  # the backend that takes calls over where it is faster
+PREFERRED, OTHER = "triton", "sdpa"  # the other one takes calls over where it is faster
+MARGIN = math.log2(1.05)  # readings of one kernel differ by up to 5 % between runs
+NEIGHBOURS = 5  # measurements that decide together
 DECODING = 16  # query rows of a head; with more, other kernels serve a call
 SHAPES = 4096  # the most shapes whose answer is kept
 
@@ -86,8 +89,8 @@ class Measurement:
     capability : str
         Of the device, such as "9.0".
     shape : Shape
-    eager, captured : str
-        The names of the backends that are to serve an eager call and one in a CUDA graph; empty if neither is faster.
+    eager, captured : float
+        By how many octaves `OTHER` is faster for an eager call and for one in a CUDA graph; below 0 `PREFERRED` is.
     ratios : dict
         Maps "eager" and "graph", and the same on biased data ("eager biased"), to the speed of `sdpa` over that of
         `triton`.
@@ -99,15 +102,26 @@ class Measurement:
 
     capability: str
     shape: Shape
-    eager: str
-    captured: str
+    eager: float
+    captured: float
     ratios: dict[str, float]
     case: str
     runs: tuple[str, ...]
 
-    def best(self, captured: bool) -> str:
-        """Return the name of the backend for calls that a graph captures, or for others."""
+    def gain(self, captured: bool) -> float:
+        """Return by how many octaves `OTHER` is faster, for calls that a graph captures or for others."""
         return self.captured if captured else self.eager
+
+    def best(self, captured: bool) -> str:
+        """Return the name of the backend for calls that a graph captures, or for others; see `faster`."""
+        return faster(self.gain(captured))
+
+
+def faster(gain: float) -> str:
+    """Return the name of the faster backend, for the octaves by which `OTHER` is; empty if neither clearly is."""
+    if abs(gain) <= MARGIN:
+        return ""
+    return OTHER if gain > 0 else PREFERRED
 
 
 def to_json(measurements: Iterable[Measurement]) -> str:
@@ -126,21 +140,23 @@ def table() -> tuple[Measurement, ...]:
         raise ValueError(f"{FILE} holds no table of choices ({error!r}): install pasa again") from error
 
 
-def nearest(
+def expected_gain(
     capability: str, shape: Shape, measurements: Sequence[Measurement] | None = None, *, captured: bool = False
-) -> Measurement | None:
-    """Return the measurement of the most similar shape of the same kind on such a device, or None if there is none.
+) -> float | None:
+    """Return by how many octaves `OTHER` is faster for a shape, or None if no shape of its kind was measured.
 
-    However far it is: the smallest and the largest shapes of a kind are measured, and beyond them the same backend
-    stays the faster one. Of measurements that are equally far, one by which the preferred backend stays is returned,
-    for calls that a graph captures (`captured`) or others.
+    That is the mean of the `NEIGHBOURS` most similar measured shapes, each weighted by the inverse square of its
+    distance, or what was measured of the shape itself. They count however far they are: the smallest and the largest
+    shapes of a kind are measured, and beyond them the same backend stays the faster one.
     """
     found = _of_kind(capability, shape.kind) if measurements is None else measurements
-    near = [(each.shape.distance(shape), each) for each in found if each.capability == capability]
-    distance, best = min(
-        near, key=lambda pair: (round(pair[0], 9), pair[1].best(captured) == OTHER), default=(math.inf, None)
-    )
-    return best if distance < math.inf else None
+    known = [each for each in found if each.capability == capability and each.shape.kind == shape.kind]
+    near = heapq.nsmallest(NEIGHBOURS, [(shape.distance(each.shape), each.gain(captured)) for each in known])
+    if not near:
+        return None
+    same = [gain for distance, gain in near if distance == 0]
+    weights = [1.0] * len(same) or [distance**-2 for distance, _ in near]
+    return math.fsum(weight * gain for weight, (_, gain) in zip(weights, near, strict=False)) / math.fsum(weights)
 
 
 @cache
@@ -156,8 +172,7 @@ def chosen(capability: str, shape: Shape, captured: bool) -> str:
     `captured`: while a CUDA graph is captured. The graph's launches do not wait for the host, while an eager call may
     wait longer for the host than for the device.
     """
-    measured = nearest(capability, shape, captured=captured)
-    return "" if measured is None else measured.best(captured)
+    return faster(expected_gain(capability, shape, captured=captured) or 0.0)
 
 
 @cache
@@ -165,4 +180,4 @@ def rivals(capability: str, dim: int, mask: str) -> frozenset[str]:
     """Return the backends that are faster for some shape like a head dimension and a mask on such a device."""
     like = [each for each in table() if (each.capability, each.shape.mask) == (capability, mask)]
     like = [each for each in like if kind_of_dim(each.shape.dim) == kind_of_dim(dim)]
-    return frozenset(name for each in like for name in (each.eager, each.captured) if name)
+    return frozenset(name for each in like for name in (each.best(False), each.best(True)) if name)

@@ -141,10 +141,10 @@ def state(backend: Backend) -> str:
     if preferred is None or backend is preferred:
         return text
     here = [each for each in measured.table() if each.capability == capability()]
-    taken = [each for each in here if backend.name in (each.eager, each.captured)]
+    taken = [each for each in here if backend.name in (each.best(False), each.best(True))]
     dims = ", ".join(map(str, sorted({each.shape.dim for each in taken})))
     like = f"{len(taken)} of {len(here)} shapes measured on such a GPU (head dim {dims})"
-    graphs = sum(each.eager != backend.name for each in taken)
+    graphs = sum(each.best(False) != backend.name for each in taken)
     alone = f", in {graphs} of them in a CUDA graph alone" if graphs else ""
     return (
         f"{text}; serves calls like {like}, because it is faster there than {preferred.name}{alone}" if taken else text

@@ -100,9 +100,10 @@ class SpeedCase:
         """Return the multiplications and additions of the two products, by `FORMULA`."""
         rows, keys = self.rows, self.keys
         pairs = float(rows * keys)
-        if self.causal:
-            visible = sum(min(max(row + 1 + keys - rows, 0), keys) for row in range(rows))
-            pairs = pairs / 2 if rows == keys else float(visible)
+        if self.causal and rows == keys:
+            pairs /= 2
+        elif self.causal:
+            pairs = float(sum(min(max(row + 1 + keys - rows, 0), keys) for row in range(rows)))
         return 4.0 * self.batch * self.heads * pairs * self.dim
 
     @property

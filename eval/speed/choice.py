@@ -12,6 +12,7 @@ unless a graph is captured, which is then replayed many times. Other calls, as o
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,11 @@ from typing import Any
 
 from pasa.eval.speed.implementations import GUARDED
 from pasa.ops import measured
-from pasa.ops.measured import Measurement, Shape
+from pasa.ops.measured import OTHER, PREFERRED, Measurement, Shape
 
 Record = Mapping[str, Any]
-BACKENDS = {"pasa": "triton", GUARDED: "sdpa"}
+BACKENDS = {"pasa": PREFERRED, GUARDED: OTHER}
 """Implementations of the benchmark, and the backends that they measure."""
-PREFERRED, OTHER = BACKENDS.values()
-MARGIN = 1.05  # readings of one kernel differ by up to 5 % between runs
 NEARLY = 0.95  # of the speed of the fastest SDPA kernel
 PLANNING_MS = 40.0  # of the host, at least, for which cuDNN prepares its first call with a shape (H100, cuDNN 9.19)
 CALLS = 40  # with a shape, in a language model: about the layers that a prompt or a token goes through
@@ -53,14 +52,14 @@ def shape_of(case: Record) -> Shape:
     )
 
 
-def verdict(
+def gain(
     ratios: Mapping[str, float],
     rows: int = 1,
     *,
     captured: bool = False,
     behind: Mapping[str, Mapping[str, float]] | None = None,
-) -> str:
-    """Return the backend whose worst slowdown is smaller; empty if they differ by no more than the margin.
+) -> float:
+    """Return by how many octaves the worst slowdown of `OTHER` is smaller than that of `PREFERRED`.
 
     `ratios` has the speed of `OTHER` over that of `PREFERRED`, for each way of running that was measured, and `behind`
     for each backend and way its time over that of the fastest SDPA kernel, if one was measured. Times in a graph are
@@ -68,7 +67,7 @@ def verdict(
     layer while the device runs another. In eager decoding each token waits for the host.
     """
     if not ratios:
-        return ""
+        return 0.0
     ratios = _deciding(ratios, rows, captured)
     slowdown_of_preferred = max(1.0, *ratios.values())
     slowdown_of_other = max(1.0, *(1 / each for each in ratios.values()))
@@ -76,9 +75,7 @@ def verdict(
         preferred, other = (max(behind[each][how] for how in ratios) for each in (PREFERRED, OTHER))
         if min(preferred, other) * NEARLY <= 1 < max(preferred, other) * NEARLY:
             slowdown_of_preferred, slowdown_of_other = preferred, other
-    if slowdown_of_preferred > MARGIN * slowdown_of_other:
-        return OTHER
-    return PREFERRED if slowdown_of_other > MARGIN * slowdown_of_preferred else ""
+    return math.log2(slowdown_of_preferred / slowdown_of_other)
 
 
 def _deciding(ratios: Mapping[str, float], rows: int, captured: bool) -> Mapping[str, float]:
@@ -123,13 +120,21 @@ def measurements(runs: Sequence[Record]) -> list[Measurement]:
             ]
             sources = sorted({f"{each['device']}, commit {each['commit']}" for each in used})
             behind = _behind(ways, records)
-            eagerly, in_graph = (verdict(ratios, shape.rows, captured=each, behind=behind) for each in (False, True))
-            deciding = _deciding(ratios, shape.rows, False)
-            saved = max(records[how, PREFERRED][0]["median_ms"] * (1 - 1 / ratio) for how, ratio in deciding.items())
-            if eagerly == OTHER and has_new_lengths(shape) and saved < PLANNING_MS / CALLS:
-                eagerly = PREFERRED
-            result.append(Measurement(capability, shape, eagerly, in_graph, ratios, names[shape], tuple(sources)))
+            eagerly, in_graph = (gain(ratios, shape.rows, captured=each, behind=behind) for each in (False, True))
+            if has_new_lengths(shape):
+                own = {how: records[how, PREFERRED][0]["median_ms"] for how in _deciding(ratios, shape.rows, False)}
+                eagerly = min(eagerly, max(_prepared(ms, ratios[how]) for how, ms in own.items()))
+            gains = round(eagerly, 3), round(in_graph, 3)
+            result.append(Measurement(capability, shape, *gains, ratios, names[shape], tuple(sources)))
     return result
+
+
+def _prepared(ms: float, ratio: float) -> float:
+    """Return by how many octaves `OTHER` is faster, with its share of cuDNN's preparation.
+
+    For the time of `PREFERRED`, and the speed of `OTHER` over its speed.
+    """
+    return math.log2(ms / (ms / ratio + PLANNING_MS / CALLS))
 
 
 def _behind(
@@ -162,8 +167,8 @@ def wrong(run: Record, table: Sequence[Measurement] | None = None) -> list[str]:
     """Return a line for each shape of a run that is not served as the run asks for, with the table that is in use."""
     lines = []
     for each, captured in product(measurements([run]), (False, True)):
-        known = measured.nearest(each.capability, each.shape, table, captured=captured)
-        chosen = OTHER if known is not None and known.best(captured) == OTHER else PREFERRED
+        expected = measured.expected_gain(each.capability, each.shape, table, captured=captured)
+        chosen = measured.faster(expected or 0.0) or PREFERRED
         if (better := each.best(captured)) not in ("", chosen):
             times = ", ".join(f"{ratio:.2f} {how}" for how, ratio in each.ratios.items())
             new = " with new lengths" if not captured and has_new_lengths(each.shape) else ""

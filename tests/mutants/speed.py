@@ -8,6 +8,7 @@ CHOICE = "eval/speed/choice.py"
 RANDOM = "eval/speed/random_run.py"
 OWN_PLAN = "tests/ops/test_plans.py::test_a_call_that_differs_has_a_plan_of_its_own"
 OF_CHOICE = "tests/eval/speed/test_choice.py::test_the_attention_that_a_caller_had_counts_first"
+MEASURED, OF_MEASURED = "ops/measured.py", "tests/ops/test_measured.py::"
 OF_RANDOM = "tests/eval/speed/test_random.py::"
 GEOMETRY = "x.shape", "x.stride()", "x.dtype", "x.device", "x.data_ptr() % 16"
 
@@ -42,6 +43,27 @@ SPEED = [
         "class _OfThread(threading.local)",
         "class _OfThread",
         OF_MEMORY + "test_each_thread_and_stream_has_its_own",
+    ),
+    mutant(
+        "measured shapes count by the inverse of their distance",
+        MEASURED,
+        "distance**-2",
+        "distance**-1",
+        OF_MEASURED + "test_similar_measurements_count_by_the_inverse_square_of_their_distance",
+    ),
+    mutant(
+        "neighbours outweigh what was measured of a shape",
+        MEASURED,
+        "[1.0] * len(same) or [distance**-2",
+        "[(distance + 0.1) ** -2",
+        OF_MEASURED + "test_what_was_measured_of_a_shape_decides_alone",
+    ),
+    mutant(
+        "all measured shapes of a kind count",
+        MEASURED,
+        "heapq.nsmallest(NEIGHBOURS, ",
+        "heapq.nsmallest(len(known), ",
+        OF_MEASURED + "test_only_the_most_similar_measurements_count",
     ),
     mutant(
         "a result that nobody needs lies in the workspace",

@@ -14,9 +14,9 @@ from pasa.ops.backends import Backend
 from pasa.ops.measured import Measurement, Shape
 
 FULL = Shape(dim=80, causal=False, mask="none", heads=16, kv_heads=16, rows=4096, keys=4096)
-SLOWER = Measurement("9.0", FULL, "sdpa", "sdpa", {"eager": 1.3, "graph": 1.4}, "full", ("H200, commit 0",))
+SLOWER = Measurement("9.0", FULL, 0.4, 0.5, {"eager": 1.3, "graph": 1.4}, "full", ("H200, commit 0",))
 SHORT = dataclasses.replace(FULL, rows=512, keys=512)
-FASTER = Measurement("9.0", SHORT, "triton", "triton", {"eager": 0.3, "graph": 0.9}, "short", ("H200, commit 0",))
+FASTER = Measurement("9.0", SHORT, -0.4, -0.5, {"eager": 0.3, "graph": 0.9}, "short", ("H200, commit 0",))
 
 
 @pytest.fixture
@@ -132,30 +132,52 @@ def test_head_dimensions_that_the_same_kernels_serve_are_alike(hopper, dim, like
     )
 
 
-def test_the_nearest_measurement_counts():
-    far = dataclasses.replace(
-        SLOWER, shape=dataclasses.replace(FULL, rows=8192, keys=8192), eager="far", captured="far"
-    )
-    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=5000), (far, SLOWER)) is SLOWER
-    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=7000, keys=7000), (far, SLOWER)) is far
-    assert measured.nearest("8.0", FULL, (far, SLOWER)) is None
-    assert measured.nearest("9.0", FULL, ()) is None
+def expected(shape, *known, captured=False):
+    return measured.expected_gain("9.0", shape, known, captured=captured)
 
 
-def test_of_two_measurements_that_are_equally_far_the_preferred_backend_wins():
-    """The order of a table decides nothing."""
-    long = dataclasses.replace(FASTER, shape=dataclasses.replace(FULL, rows=16384, keys=16384))
-    between = dataclasses.replace(FULL, rows=8192, keys=8192)
-    assert measured.nearest("9.0", between, (SLOWER, long)) is long
-    assert measured.nearest("9.0", between, (long, SLOWER)) is long
+def at(tokens, gain):
+    """Return a measurement of so many rows and keys."""
+    return dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, rows=tokens, keys=tokens), eager=gain)
+
+
+def test_similar_measurements_count_by_the_inverse_square_of_their_distance():
+    """512 and 4,096 tokens are one octave and two from 1,024, in rows and in keys."""
+    between = dataclasses.replace(FULL, rows=1024, keys=1024)
+    assert expected(between, at(512, -1.0), at(4096, 1.0)) == pytest.approx((-1 / 2 + 1 / 8) / (1 / 2 + 1 / 8))
+    assert expected(between, at(4096, 1.0), at(512, -1.0)) == expected(between, at(512, -1.0), at(4096, 1.0))
+    assert measured.expected_gain("8.0", FULL, (at(512, 1.0),)) is None
+    assert expected(FULL) is None
+
+
+def test_what_was_measured_of_a_shape_decides_alone():
+    """Otherwise its neighbours could outweigh a small difference, and the check of the table would name the shape."""
+    near = [at(tokens, -5.0) for tokens in (4095, 4097, 4094, 4098)]
+    assert expected(FULL, *near, at(4096, 0.1)) == 0.1
+    assert expected(FULL, at(4096, 0.1), at(4096, 0.3), *near) == pytest.approx(0.2)
+    assert expected(FULL, *near) == -5.0
+
+
+def test_only_the_most_similar_measurements_count():
+    near = [at(4096 + step, 0.2) for step in range(1, measured.NEIGHBOURS + 1)]
+    assert expected(FULL, *near, *[at(64, -100.0)] * 9) == pytest.approx(0.2)
+
+
+def test_a_graph_and_an_eager_call_have_gains_of_their_own():
+    assert (expected(SHORT, FASTER), expected(SHORT, FASTER, captured=True)) == (-0.4, -0.5)
+
+
+@pytest.mark.parametrize(("gain", "name"), [(0.071, "sdpa"), (0.07, ""), (0.0, ""), (-0.07, ""), (-0.071, "triton")])
+def test_a_difference_of_5_percent_makes_no_backend_the_faster_one(gain, name):
+    assert measured.faster(gain) == name
 
 
 def test_causal_rows_behind_a_cache_are_a_kind_of_their_own():
     """The fused attention takes two calls for them, and one for as many rows as keys."""
     causal = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, causal=True))
     chunk = dataclasses.replace(FULL, causal=True, rows=512)
-    assert measured.nearest("9.0", causal.shape, (causal,)) is causal
-    assert measured.nearest("9.0", chunk, (causal,)) is None
+    assert expected(causal.shape, causal) == 0.4
+    assert expected(chunk, causal) is None
 
 
 def test_one_row_is_a_kind_of_its_own():
@@ -164,9 +186,9 @@ def test_one_row_is_a_kind_of_its_own():
     Story: 3 rows over many keys followed a measurement of one row to `sdpa`, where they took several times as long.
     """
     single = dataclasses.replace(SLOWER, shape=dataclasses.replace(FULL, rows=1))
-    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=1, keys=64), (single,)) is single
-    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=1, causal=True), (single,)) is single
-    assert measured.nearest("9.0", dataclasses.replace(FULL, rows=2), (single,)) is None
+    assert expected(dataclasses.replace(FULL, rows=1, keys=64), single) == 0.4
+    assert expected(dataclasses.replace(FULL, rows=1, causal=True), single) == 0.4
+    assert expected(dataclasses.replace(FULL, rows=2), single) is None
 
 
 def test_a_table_survives_being_written(tmp_path, monkeypatch):
@@ -176,13 +198,13 @@ def test_a_table_survives_being_written(tmp_path, monkeypatch):
 
 
 def test_the_stored_table_can_be_read():
-    assert {name for each in measured.table() for name in (each.eager, each.captured)} <= {"", "triton", "sdpa"}
+    assert {each.best(captured) for each in measured.table() for captured in (False, True)} == {"", "triton", "sdpa"}
 
 
 def test_a_call_that_a_graph_captures_goes_to_the_backend_that_is_faster_there(hopper):
     """Eager decoding waits for the host, whose work for `sdpa` takes longer; a graph does not wait."""
     decoding = dataclasses.replace(FULL, rows=1)
-    other = dataclasses.replace(SLOWER, shape=decoding, eager="triton", ratios={"eager": 0.4, "graph": 1.5})
+    other = dataclasses.replace(SLOWER, shape=decoding, eager=-1.3)
     hopper.setattr(measured, "table", lambda: (other,))
     module = chosen()[0]
     hopper.setattr(registry, "capturing", lambda x: True)
