@@ -250,6 +250,20 @@ def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
     assert f"{len(open_cases)} of {len(choice_run.GRID)} cases" in text
 
 
+def test_random_shapes_of_the_grid_are_shown_by_kind():
+    """Every one of them has other sizes, so a row for each size would be a row for each shape."""
+    drawn = [case for case in choice_run.PLAIN if case.name.startswith("random-")]
+    assert len(drawn) == choice_run.DRAWN
+    labels = {choice_run._group(shape_of(case.described), drawn=True) for case in drawn}
+    kinds = "decoding", "prompts", "cross-attention"
+    halves = {f"{kind}, D {side} 128" for kind in kinds for side in ("up to", "above")}
+    assert labels == halves | {f"left-padded {each}" for each in halves}
+    sized = Shape(80, False, "bool", 16, 8, 1000, 3000)
+    assert choice_run._group(sized, drawn=False) == (
+        "cross-attention, left-padded, D up to 128, 1,000 rows and 3,000 keys"
+    )
+
+
 def test_the_grid_fits_the_limits_of_a_case():
     assert max(case.flops for case in choice_run.GRID) <= 5e12
     assert max(case.bytes for case in choice_run.GRID) <= 10e9
