@@ -146,8 +146,7 @@ def expected_gain(
     """Return by how many octaves `OTHER` is faster for a shape, or None if no shape of its kind was measured.
 
     That is the mean of the `NEIGHBOURS` most similar measured shapes, each weighted by the inverse square of its
-    distance, or what was measured of the shape itself. They count however far they are: the smallest and the largest
-    shapes of a kind are measured, and beyond them the same backend stays the faster one.
+    distance, or what was measured of the shape itself. They count however far they are.
     """
     found = _of_kind(capability, shape.kind) if measurements is None else measurements
     known = [each for each in found if each.capability == capability and each.shape.kind == shape.kind]

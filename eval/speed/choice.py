@@ -27,7 +27,7 @@ Record = Mapping[str, Any]
 BACKENDS = {"pasa": PREFERRED, GUARDED: OTHER}
 """Implementations of the benchmark, and the backends that they measure."""
 NEARLY = 0.95  # of the speed of the fastest SDPA kernel
-PLANNING_MS = 40.0  # of the host, at least, for which cuDNN prepares its first call with a shape (H100, cuDNN 9.19)
+PLANNING_MS = 40.0  # of the host, at least, for which cuDNN prepares its first call with a shape (cuDNN 9.19)
 CALLS = 40  # with a shape, in a language model: about the layers that a prompt or a token goes through
 DATA = {"randn": "", "channels": " biased"}  # kinds of data, and how the ways of running on them are named
 WAYS = tuple(how + data for data in DATA.values() for how in ("eager", "graph"))

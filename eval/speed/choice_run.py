@@ -250,7 +250,7 @@ def _group(shape: measured.Shape, *, drawn: bool) -> str:
     dims = f"D {'up to' if shape.dim <= 128 else 'above'} 128"
     if drawn:
         padded = "left-padded " * (shape.mask != "none")
-        kind = "decoding" if shape.decodes else "prompts" if shape.rows == shape.keys else "cross-attention"
+        kind = "prompts" if shape.rows == shape.keys else "decoding" if shape.decodes else "cross-attention"
         return f"{padded}{kind}, {dims}"
     if shape.decodes and shape.rows != shape.keys:
         return f"decoding, {'left-padded, ' if shape.mask != 'none' else ''}{dims}"

@@ -159,8 +159,9 @@ def test_what_was_measured_of_a_shape_decides_alone():
 
 
 def test_only_the_most_similar_measurements_count():
-    near = [at(4096 + step, 0.2) for step in range(1, measured.NEIGHBOURS + 1)]
-    assert expected(FULL, *near, *[at(64, -100.0)] * 9) == pytest.approx(0.2)
+    """Five do: as far apart as to count alike, four of them 0.2 and the fifth 1.2."""
+    near = [at(int(2 ** (12 + each)), gain) for each, gain in ((1, 0.2), (-1, 0.2), (1, 0.2), (-1, 0.2), (1, 1.2))]
+    assert expected(FULL, *near, at(2**14, -100.0), at(2**10, -100.0)) == pytest.approx(0.4)
 
 
 def test_a_graph_and_an_eager_call_have_gains_of_their_own():

@@ -209,6 +209,10 @@ def test_the_command_writes_the_table_and_says_what_is_open(tmp_path, monkeypatc
     assert measured.FILE.read_text(encoding="utf-8").count("\n") == len(result["measurements"]) + 2
     assert result["to_measure"] == {"9.0": []}, "a case of every kind was measured"
     table, *_, written = choice_run.report(result)
+    shown = [tuple(row[-2:]) for row in table.rows]
+    assert shown == [
+        tuple(each.best(how) or "neither" for how in (False, True)) for each in measured.table.__wrapped__()
+    ]
     assert len(table.rows) == len(result["measurements"])
     assert str(measured.FILE) in written
 
@@ -253,7 +257,9 @@ def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
 def test_random_shapes_of_the_grid_are_shown_by_kind():
     """Every one of them has other sizes, so a row for each size would be a row for each shape."""
     drawn = [case for case in choice_run.PLAIN if case.name.startswith("random-")]
-    assert len(drawn) == choice_run.DRAWN
+    assert [case.name for case in drawn] == [f"random-1-{index}" for index in range(400)], "not seed 0, which judges"
+    assert {case.data for case in drawn} == {"randn"}
+    assert choice_run._group(Shape(64, True, "none", 22, 22, 4, 4), drawn=True) == "prompts, D up to 128"
     labels = {choice_run._group(shape_of(case.described), drawn=True) for case in drawn}
     kinds = "decoding", "prompts", "cross-attention"
     halves = {f"{kind}, D {side} 128" for kind in kinds for side in ("up to", "above")}
