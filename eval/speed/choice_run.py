@@ -21,11 +21,12 @@ from pasa.eval.kit.tables import Table
 from pasa.eval.kit.timing import CudaClock, copy_bandwidth
 from pasa.eval.speed import report as speed_report
 from pasa.eval.speed.cases import SpeedCase
-from pasa.eval.speed.choice import BACKENDS, OTHER, PREFERRED, WAYS, measurements, shape_of
+from pasa.eval.speed.choice import BACKENDS, WAYS, measurements, shape_of
 from pasa.eval.speed.implementations import CUDNN, select_implementations
 from pasa.eval.speed.random_cases import draw_case
 from pasa.eval.speed.run import measure_case, summarise
 from pasa.ops import measured
+from pasa.ops.measured import OTHER, PREFERRED
 
 # Of each kind of `pasa.ops.measured.kind_of_dim`, one.
 DIMS = (40, 64, 80, 128, 192, 256)
