@@ -164,6 +164,12 @@ def test_only_the_most_similar_measurements_count():
     assert expected(FULL, *near, at(2**14, -100.0), at(2**10, -100.0)) == pytest.approx(0.4)
 
 
+def test_of_measurements_that_are_equally_far_those_for_the_preferred_backend_count_first():
+    """The order of a table decides nothing: of six at one distance, five count."""
+    near = [*[at(2**13, 1.0)] * 5, at(2**11, -1.0)]
+    assert expected(FULL, *near) == expected(FULL, *near[::-1]) == pytest.approx(0.6)
+
+
 def test_a_graph_and_an_eager_call_have_gains_of_their_own():
     assert (expected(SHORT, FASTER), expected(SHORT, FASTER, captured=True)) == (-0.4, -0.5)
 
@@ -214,7 +220,9 @@ def test_a_call_that_a_graph_captures_goes_to_the_backend_that_is_faster_there(h
     assert served(module, 1, 4096) == "triton"
     hopper.setattr(registry, "capturing", lambda x: True)
     assert served(module, 1, 4096) == "sdpa"
-    assert "serves calls like 1 of 1 shapes" in {line.name: line.reason for line in pasa.backends()}["sdpa"]
+    reason = {line.name: line.reason for line in pasa.backends()}["sdpa"]
+    assert "serves calls like 1 of 1 shapes" in reason
+    assert reason.endswith("because it is faster there than triton, in 1 of them in a CUDA graph alone")
 
 
 @pytest.mark.parametrize("text", ["", "{", '[{"capability": "9.0"}]', '[{"shape": 1}]'])

@@ -182,6 +182,13 @@ def test_a_wrong_choice_is_named():
     assert [line.startswith("wide: sdpa is chosen") for line in lines] == [True, True]
 
 
+def test_a_choice_may_be_wrong_in_a_graph_alone():
+    case = dataclasses.replace(CASE, rows=1)
+    times = {("pasa", "eager"): 1.0, (GUARDED, "eager"): 2.0, ("pasa", "graph"): 2.0, (GUARDED, "graph"): 1.0}
+    (line,) = wrong(stored_run(times, case), ())
+    assert line.startswith("wide: triton is chosen in a graph, although sdpa loses less")
+
+
 def test_a_difference_within_the_margin_is_no_wrong_choice():
     close = {key: 2.0 if key[0] == "pasa" else 2.0 / 1.04 for key in FASTER_EVERYWHERE}
     assert wrong(stored_run(close), ()) == []
