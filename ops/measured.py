@@ -19,7 +19,7 @@ from typing import Any
 FILE = Path(__file__).with_name("measured.json")
 PREFERRED, OTHER = "triton", "sdpa"  # the other one takes calls over where it is faster
 MARGIN = math.log2(1.05)  # readings of one kernel differ by up to 5 % between runs
-NEIGHBOURS = 5  # measurements that decide together
+NEIGHBOURS = 8  # measurements that decide together
 DECODING = 16  # query rows of a head; with more, other kernels serve a call
 SHAPES = 4096  # the most shapes whose answer is kept
 

@@ -24,6 +24,8 @@ RESULTS = {
     "grid_few": ROOT / "eval/speed/results/choice/few.json",
     "grid_prefill_more": ROOT / "eval/speed/results/choice/prefill_more.json",
     "grid_decode_more": ROOT / "eval/speed/results/choice/decode_more.json",
+    "grid_drawn": ROOT / "eval/speed/results/choice/drawn.json",
+    "grid_drawn_more": ROOT / "eval/speed/results/choice/drawn_more.json",
     "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",

@@ -159,15 +159,15 @@ def test_what_was_measured_of_a_shape_decides_alone():
 
 
 def test_only_the_most_similar_measurements_count():
-    """Five do: as far apart as to count alike, four of them 0.2 and the fifth 1.2."""
-    near = [at(int(2 ** (12 + each)), gain) for each, gain in ((1, 0.2), (-1, 0.2), (1, 0.2), (-1, 0.2), (1, 1.2))]
-    assert expected(FULL, *near, at(2**14, -100.0), at(2**10, -100.0)) == pytest.approx(0.4)
+    """Eight do: as far apart as to count alike, seven of them 0.2 and the eighth 1.0."""
+    near = [at(tokens, 0.2) for tokens in (2**13, 2**11, 2**13, 2**11, 2**13, 2**11, 2**13)] + [at(2**11, 1.0)]
+    assert expected(FULL, *near, at(2**14, -100.0), at(2**10, -100.0)) == pytest.approx(0.3)
 
 
 def test_of_measurements_that_are_equally_far_those_for_the_preferred_backend_count_first():
-    """The order of a table decides nothing: of six at one distance, five count."""
-    near = [*[at(2**13, 1.0)] * 5, at(2**11, -1.0)]
-    assert expected(FULL, *near) == expected(FULL, *near[::-1]) == pytest.approx(0.6)
+    """The order of a table decides nothing: of nine at one distance, eight count."""
+    near = [*[at(2**13, 1.0)] * 8, at(2**11, -1.0)]
+    assert expected(FULL, *near) == expected(FULL, *near[::-1]) == pytest.approx(0.75)
 
 
 def test_a_graph_and_an_eager_call_have_gains_of_their_own():
