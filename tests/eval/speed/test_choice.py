@@ -264,7 +264,7 @@ def test_the_command_names_the_cases_of_which_no_kind_was_measured(tmp_path):
 def test_random_shapes_of_the_grid_are_shown_by_kind():
     """Every one of them has other sizes, so a row for each size would be a row for each shape."""
     drawn = [case for case in choice_run.PLAIN if case.name.startswith("random-")]
-    assert [case.name for case in drawn] == [f"random-1-{index}" for index in range(260)], "not seed 0, which judges"
+    assert [case.name for case in drawn] == [f"random-1-{index}" for index in range(400)], "not seed 0, which judges"
     assert {case.data for case in drawn} == {"randn"}
     assert choice_run._group(Shape(64, True, "none", 22, 22, 4, 4), drawn=True) == "prompts, D up to 128"
     labels = {choice_run._group(shape_of(case.described), drawn=True) for case in drawn}
