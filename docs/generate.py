@@ -275,6 +275,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "grid_decode_more": block("grid_decode_more", choice_run.grid_table),
     "grid_drawn": block("grid_drawn", choice_run.grid_table),
     "grid_drawn_more": block("grid_drawn_more", choice_run.grid_table),
+    "grid_drawn_rest": block("grid_drawn_rest", choice_run.grid_table),
     "random_speed": block("random", random_report.ratio_table, random_report.progress),
     "kernels": block("kernels", kernels),
     "soak": partial(random_calls, "soak"),

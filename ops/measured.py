@@ -145,7 +145,7 @@ def expected_gain(
 ) -> float | None:
     """Return by how many octaves `OTHER` is faster for a shape, or None if no shape of its kind was measured.
 
-    That is the mean of the `NEIGHBOURS` most similar measured shapes, each weighted by the inverse square of its
+    That is the mean of the `NEIGHBOURS` most similar measured shapes, each weighted by the inverse cube of its
     distance, or what was measured of the shape itself. They count however far they are.
     """
     found = _of_kind(capability, shape.kind) if measurements is None else measurements
@@ -154,7 +154,7 @@ def expected_gain(
     if not near:
         return None
     same = [gain for distance, gain in near if distance == 0]
-    weights = [1.0] * len(same) or [distance**-2 for distance, _ in near]
+    weights = [1.0] * len(same) or [distance**-3 for distance, _ in near]
     return math.fsum(weight * gain for weight, (_, gain) in zip(weights, near, strict=False)) / math.fsum(weights)
 
 

@@ -26,6 +26,7 @@ RESULTS = {
     "grid_decode_more": ROOT / "eval/speed/results/choice/decode_more.json",
     "grid_drawn": ROOT / "eval/speed/results/choice/drawn.json",
     "grid_drawn_more": ROOT / "eval/speed/results/choice/drawn_more.json",
+    "grid_drawn_rest": ROOT / "eval/speed/results/choice/drawn_rest.json",
     "random": ROOT / "eval/speed/results/random/random.json",
     "guards": ROOT / "eval/speed/results/guards/speed.json",
     "data": ROOT / "eval/speed/results/data/speed.json",

@@ -45,17 +45,17 @@ SPEED = [
         OF_MEMORY + "test_each_thread_and_stream_has_its_own",
     ),
     mutant(
-        "measured shapes count by the inverse of their distance",
+        "measured shapes count by the inverse square of their distance",
         MEASURED,
+        "distance**-3",
         "distance**-2",
-        "distance**-1",
-        OF_MEASURED + "test_similar_measurements_count_by_the_inverse_square_of_their_distance",
+        OF_MEASURED + "test_similar_measurements_count_by_the_inverse_cube_of_their_distance",
     ),
     mutant(
         "neighbours outweigh what was measured of a shape",
         MEASURED,
-        "[1.0] * len(same) or [distance**-2",
-        "[(distance + 0.1) ** -2",
+        "[1.0] * len(same) or [distance**-3",
+        "[(distance + 0.1) ** -3",
         OF_MEASURED + "test_what_was_measured_of_a_shape_decides_alone",
     ),
     mutant(

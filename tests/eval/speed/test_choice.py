@@ -15,7 +15,8 @@ from pasa.ops import measured
 from pasa.ops.measured import Shape
 from tests.eval.speed import fakes
 
-NAMES = "named", "decode", "padded", "prefill", "few", "decode_more", "prefill_more", "drawn", "drawn_more"
+FIXED = "named", "decode", "padded", "prefill", "few", "decode_more", "prefill_more"
+NAMES = *FIXED, "drawn", "drawn_more", "drawn_rest"
 RUNS = tuple(f"choice/{name}.json" for name in NAMES)
 STORED = [ROOT / "eval/speed/results" / name for name in RUNS]
 CASE = SpeedCase("wide", 2, 8, 4, 1000, 3000, 80, graphed=True)
