@@ -1,12 +1,15 @@
 """The pages say what the stored runs say."""
 
+import json
 from itertools import product
+from statistics import median
 
 import generate
 import pytest
 
-from pasa.eval.kit.stored import RESULTS
-from pasa.eval.speed.choice import wrong
+from pasa.eval.kit.stored import RESULTS, ROOT, pick
+from pasa.eval.speed.choice import BACKENDS, shape_of, wrong
+from pasa.ops import measured
 
 
 def test_generated_parts_are_up_to_date():
@@ -55,6 +58,33 @@ def test_stored_runs_passed_their_gate_at_a_commit_that_exists(name):
     failed += [each.partition(":")[0] for each in gate.get("failures", [])]
     assert not gate["passed"]
     assert failed == MISSED[name]
+
+
+def test_speeds_of_decoding_outside_of_graphs_are_those_of_the_stored_grid():
+    """Story: 400 shapes joined the grid, and two pages went on showing the median of those before."""
+    speeds = {"none": [], "bool": []}
+    for path in (ROOT / "eval/speed/results/choice").glob("*.json"):
+        run = json.loads(path.read_text("utf-8"))
+        for case in run["cases"]:
+            shape = shape_of(case)
+            if case["data"] not in ("randn", "channels") or not shape.decodes or shape.rows == shape.keys:
+                continue
+            name = measured.chosen(run["environment"]["capability"], shape, False) or measured.PREFERRED
+            records = pick(run["records"], case=case["name"], how="eager")
+            speeds[shape.mask] += [
+                each["to_cudnn"]
+                for each in records
+                if BACKENDS.get(each["implementation"]) == name and each.get("to_cudnn")
+            ]
+    unpadded, every = speeds["none"], [*speeds["none"], *speeds["bool"]]
+    limits, readme = (" ".join((ROOT / page).read_text("utf-8").split()) for page in ("docs/limits.md", "README.md"))
+    assert (
+        f"Decoding has {min(every):.2f} to {max(every):.2f}, in the median {median(every):.2f}, "
+        f"and without padding {median(unpadded):.2f}."
+    ) in limits
+    assert f"without padding it takes {1 / median(unpadded):.1f} times as long as cuDNN's" in readme
+    assert round(1 / min(unpadded)) == 8
+    assert "and up to eight times" in readme
 
 
 def test_stored_rescue_is_the_proof():
